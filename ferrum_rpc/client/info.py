@@ -109,7 +109,8 @@ class ExecutorInfo:
 @dataclass(frozen=True, slots=True)
 class Counters:
     """Work done since the process started. ``forward_s`` is seconds inside forward passes. Of the ``tokens``,
-    ``searched_tokens`` were looked up in the prefix cache, and ``cached_tokens`` found there."""
+    ``searched_tokens`` were looked up in the prefix cache, and ``cached_tokens`` found there. ``checkpoints_dropped``:
+    of models with a state, because another needed the slot."""
 
     steps: int
     tokens: int
@@ -131,6 +132,7 @@ class Counters:
     sequences_exported: int
     sequences_imported: int
     sequences_parked: int
+    checkpoints_dropped: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +212,8 @@ class AdapterInfo:
 @dataclass(frozen=True, slots=True)
 class CallerActivity:
     """What a caller holds, for operators. ``identity``: empty if callers are not authenticated, and all are one.
-    ``blocks``: those that its sequences refer to, a shared one once for each. ``items``: work that waits or runs."""
+    ``blocks``: those that its sequences refer to, a shared one once for each. ``items``: work that waits or runs.
+    ``slots``: those of its sequences, 0 for a model without a state."""
 
     identity: str
     sequences: int
@@ -218,6 +221,7 @@ class CallerActivity:
     leases: int
     sessions: int
     items: int
+    slots: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -220,7 +220,8 @@ class CacheState(NamedTuple):
     """A snapshot of the block pool. Of the free blocks ``cached_blocks`` are published in the prefix cache. So far
     ``blocks_evicted`` were evicted from it, after ``evicted_s`` seconds there in total; ``tier_bytes`` of them are in
     the second tier. ``prefix_changes`` changes with each `BlockChange`. If the model has recurrent layers, a sequence
-    needs one of ``total_slots`` for its states; ``free_slots`` hold none, or a checkpoint that can be dropped."""
+    needs one of ``total_slots`` for its states; ``free_slots`` hold none, or one of the ``checkpoints``, of which
+    ``checkpoints_dropped`` were dropped for others so far."""
 
     block_size: int
     total_blocks: int
@@ -233,6 +234,8 @@ class CacheState(NamedTuple):
     prefix_changes: int = 0
     total_slots: int = 0
     free_slots: int = 0
+    checkpoints: int = 0
+    checkpoints_dropped: int = 0
 
 
 class RankState(NamedTuple):

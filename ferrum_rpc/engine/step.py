@@ -183,7 +183,9 @@ class StepRunner:
         """How full the cache is."""
         state = self.kv.state()
         if self.states is not None:
-            state = state._replace(total_slots=self.states.pool.total, free_slots=self.states.pool.free)
+            pool = self.states.pool
+            slots = {"total_slots": pool.total, "free_slots": pool.free}
+            state = state._replace(**slots, checkpoints=pool.checkpoints, checkpoints_dropped=pool.dropped)
         return state if self._tier is None else state._replace(tier_bytes=self._tier.held_bytes)
 
     # --- the step ---------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from ferrum_rpc.kv.pool import CacheCorrupt
 
 class SlotPool:
     """The slots ``0 .. total - 1``. Keys of checkpoints are the caller's. ``on_drop``: called with the key and the slot
-    of a checkpoint before its slot is given to another."""
+    of a checkpoint before its slot is given to another; ``dropped`` of them were."""
 
     def __init__(self, total: int) -> None:
         if total < 1:
@@ -28,6 +28,7 @@ class SlotPool:
         self._checkpoints: OrderedDict[bytes, int] = OrderedDict()
         self._pinned: dict[bytes, int] = {}
         self.on_drop: Callable[[bytes, int], object] | None = None
+        self.dropped = 0
 
     @property
     def free(self) -> int:
@@ -47,9 +48,7 @@ class SlotPool:
             if key is None:
                 metadata = {"needed_slots": 1, "free_slots": 0}
                 raise KvBlocksExhausted(f"all {self.total} slots for recurrent states are held", metadata=metadata)
-            if self.on_drop is not None:
-                self.on_drop(key, self._checkpoints[key])
-            return self._checkpoints.pop(key)
+            return self._drop_for_another(key)
         return self._free.pop()
 
     def require(self, slots: int) -> None:
@@ -90,9 +89,7 @@ class SlotPool:
         """As `remove`, for another content; None: a step reads the checkpoint."""
         if key in self._pinned:
             return None
-        if self.on_drop is not None:
-            self.on_drop(key, self._checkpoints[key])
-        return self._checkpoints.pop(key)
+        return self._drop_for_another(key)
 
     def pin(self, key: bytes) -> None:
         """Do not drop a checkpoint until `unpin` was called as often."""
@@ -113,6 +110,12 @@ class SlotPool:
         """Drop all checkpoints that no step reads."""
         for key in list(self._checkpoints):
             self.drop(key)
+
+    def _drop_for_another(self, key: bytes) -> int:
+        if self.on_drop is not None:
+            self.on_drop(key, self._checkpoints[key])
+        self.dropped += 1
+        return self._checkpoints.pop(key)
 
     def check(self, held: list[int]) -> None:
         """Raise `CacheCorrupt` unless every slot is free, ``held``, or a checkpoint, and one of them only."""

@@ -126,9 +126,11 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
 
     async def GetActivity(self, request: pb.GetActivityRequest, context: Context) -> pb.GetActivityResponse:
         """What each caller holds, and the slowest calls of the last minute."""
-        blocks = Counter[str]()
+        blocks, slots, needed = Counter[str](), Counter[str](), int(self._state.engine.cache.total_slots > 0)
         for record in self._state.handles.records():
-            blocks[record.account.caller.name] += self._blocks(record)
+            name = record.account.caller.name
+            blocks[name] += self._blocks(record)
+            slots[name] += 0 if record.parked else needed
         accounts = sorted(self._state.quotas.holding(), key=lambda each: -each.held[Resource.SEQUENCES])
         return pb.GetActivityResponse(
             callers=[
@@ -139,6 +141,7 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
                     leases=each.held[Resource.LEASES],
                     sessions=each.held[Resource.SESSIONS],
                     items=each.held[Resource.QUEUED_ITEMS],
+                    slots=slots[each.caller.name],
                 )
                 for each in accounts[:MAX_CALLERS]
             ],

@@ -139,9 +139,13 @@ class Metrics(Collector):
         blocks = {"free": pressure.free_blocks - cached, "cached": cached, "used": used}
         yield _gauge("kv_blocks", "Blocks of the KV cache, by state.", blocks, "state")
         yield _gauge("kv_blocks_limit", "All blocks of the KV cache.", pressure.total_blocks)
-        slots = {"free": pressure.free_slots, "used": pressure.total_slots - pressure.free_slots}
+        kept, used_slots = cache.checkpoints, pressure.total_slots - pressure.free_slots
+        slots = {"free": pressure.free_slots - kept, "cached": kept, "used": used_slots}
         yield _gauge("kv_slots", "Slots for recurrent states, by state.", slots, "state")
         yield _gauge("kv_slots_limit", "All slots for recurrent states.", pressure.total_slots)
+        yield _counter(
+            "checkpoints_dropped", "Checkpoints dropped because another needed the slot.", cache.checkpoints_dropped
+        )
         yield _counter("blocks_evicted", "Blocks evicted from the prefix cache.", cache.blocks_evicted)
         yield _counter(
             "blocks_evicted_seconds", "Time that evicted blocks had been in the prefix cache.", cache.evicted_s

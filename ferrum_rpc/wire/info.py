@@ -23,7 +23,7 @@ LIVENESS: Final = "liveness"
 """The service name of the standard health check for liveness: SERVING while process and device are healthy, also while
 the executor loads or drains. Older executors answer NOT_FOUND."""
 
-SCHEMA_SHA256 = "32680952ea3be95f8b5c928f73d6fb05e6ef312c3937bf4a1c9f1a98e827918a"
+SCHEMA_SHA256 = "48b240acd3391c7e4ed2f52fc8fad7b3fbb90fbea92274e9cb76425a831857a3"
 """SHA-256 over the serialized file descriptors, in the order of the test that checks it."""
 
 CAPABILITIES: Final[tuple[info_pb2.Capability, ...]] = (

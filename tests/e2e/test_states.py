@@ -130,6 +130,20 @@ async def test_a_frame_of_deep_cuts_needs_no_slot_for_each(served: Served) -> No
             assert near(answer.logits, [*prompt[:150], 7]) and answer.recomputed_tokens >= 150
 
 
+async def test_slots_of_callers_and_checkpoints_that_were_dropped_are_told(served: Served) -> None:
+    async with ExecutorClient(served.target) as client:
+        held = [client.sequence() for _ in range(SLOTS)]
+        for each in held[:2]:
+            await each.prefill(PROMPT)
+        await held[2].prefill([1])
+        assert [each.slots for each in (await client.activity()).callers] == [3]
+        status = await client.status()
+        assert (status.pressure.free_slots, status.counters.checkpoints_dropped) == (SLOTS - 3, 0)
+        for each in held[3:]:
+            await each.prefill([1])
+        assert (await client.status()).counters.checkpoints_dropped == 1
+
+
 @pytest.mark.parametrize("ends", ["cancel", "deadline", "fails"])
 async def test_a_call_that_ends_while_its_tokens_are_fed_again_changes_nothing(
     config: ModelSettings, ends: str

@@ -52,7 +52,16 @@ def observed() -> tuple[ServerState, CallLog, StepMeter, CollectorRegistry]:
     """The books of a server in which every family has a sample."""
     state, calls, steps = ServerState(ServeSettings(model=ModelSettings("identity")).limits()), CallLog(), StepMeter()
     thread: Any = SimpleNamespace(
-        cache=CacheState(block_size=16, total_blocks=100, free_blocks=60, sequences=0, total_slots=9, free_slots=2),
+        cache=CacheState(
+            block_size=16,
+            total_blocks=100,
+            free_blocks=60,
+            sequences=0,
+            total_slots=9,
+            free_slots=5,
+            checkpoints=3,
+            checkpoints_dropped=11,
+        ),
         counters=EngineCounters(),
         queued_items=3,
         queued_tokens=40,
@@ -171,7 +180,9 @@ def test_a_request_that_comes_byte_by_byte_has_its_end(scraped: MetricsServer, m
         ("kv_blocks", {"state": "free"}, 60),
         ("kv_blocks", {"state": "used"}, 40),
         ("kv_slots", {"state": "free"}, 2),
-        ("kv_slots", {"state": "used"}, 7),
+        ("kv_slots", {"state": "cached"}, 3),
+        ("kv_slots", {"state": "used"}, 4),
+        ("checkpoints_dropped_total", {}, 11),
         ("kv_slots_limit", {}, 9),
         ("executor_state", {"state": "starting"}, 1),
         ("failpoints_fired_total", {"name": "before_reply"}, 1),

@@ -549,7 +549,8 @@ def test_memory_that_a_slot_lacks_takes_neither_slots_nor_blocks(folder, monkeyp
         raise MemoryError
 
     def state() -> tuple[Any, ...]:
-        return world.runner.cache_state(), kv.length(sequence)
+        there = world.runner.cache_state()
+        return there.free_slots, there.free_blocks, there.sequences, kv.length(sequence)
 
     def begin() -> None:
         if how == "a prompt that is found":
@@ -645,6 +646,32 @@ def test_without_a_slot_a_sequence_is_refused_and_says_why(folder):
     assert [each.length for each in world.step(world.span(first.sequence, prompt(32)))] == [9 + 32]
     world.release(second.sequence)
     assert [each.length for each in world.step(world.span(first.sequence, prompt(40)))] == [9 + 32 + 40]
+
+
+def test_checkpoints_that_are_kept_and_those_dropped_for_others_are_counted(folder, usual_distances):
+    """One that nobody needs any more is not among them."""
+
+    def counted() -> tuple[int, int, int]:
+        state = world.runner.cache_state()
+        return state.free_slots, state.checkpoints, state.checkpoints_dropped
+
+    world = World(folder, slots=3)
+    first = fed(world, prompt(60), prefix=PREFIX)
+    assert counted() == (2, 1, 0)
+    second = fed(world, prompt(9))
+    assert counted() == (1, 1, 0)
+    third = fed(world, prompt(9))
+    assert counted() == (0, 0, 1)
+    world.release(second)
+    world.release(third)
+    fed(world, prompt(60, seed=1), prefix=PREFIX)
+    assert counted() == (1, 1, 1)
+    [made] = world.step(world.made([*prompt(60, seed=1), 1]))
+    assert made.cached_tokens == 56 and counted() == (0, 0, 2), "it goes on in the slot of the last one"
+    world.release(first)
+    fed(world, prompt(60, seed=2), prefix=None)
+    world.do("forget_prefixes")
+    assert counted() == (0, 0, 2)
 
 
 @pytest.mark.parametrize("slots", [3, 4, 5])

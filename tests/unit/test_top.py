@@ -126,7 +126,7 @@ ROWS = [
 
 def activity(*names: str, held: int = 3, elapsed_s: float = 1.5) -> Activity:
     return Activity(
-        tuple(CallerActivity(name, held, held, held, held, held) for name in names),
+        tuple(CallerActivity(name, held, held, held, held, held, held) for name in names),
         tuple(SlowCall(DECODE, name, elapsed_s, 59.0, "RESOURCE_EXHAUSTED") for name in names),
     )
 

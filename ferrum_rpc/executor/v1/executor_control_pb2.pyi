@@ -156,20 +156,22 @@ class GetActivityResponse(_message.Message):
     def __init__(self, callers: _Optional[_Iterable[_Union[CallerActivity, _Mapping]]] = ..., slowest_calls: _Optional[_Iterable[_Union[SlowCall, _Mapping]]] = ...) -> None: ...
 
 class CallerActivity(_message.Message):
-    __slots__ = ("identity", "sequences", "blocks", "leases", "sessions", "items")
+    __slots__ = ("identity", "sequences", "blocks", "leases", "sessions", "items", "slots")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
     identity: str
     sequences: int
     blocks: int
     leases: int
     sessions: int
     items: int
-    def __init__(self, identity: _Optional[str] = ..., sequences: _Optional[int] = ..., blocks: _Optional[int] = ..., leases: _Optional[int] = ..., sessions: _Optional[int] = ..., items: _Optional[int] = ...) -> None: ...
+    slots: int
+    def __init__(self, identity: _Optional[str] = ..., sequences: _Optional[int] = ..., blocks: _Optional[int] = ..., leases: _Optional[int] = ..., sessions: _Optional[int] = ..., items: _Optional[int] = ..., slots: _Optional[int] = ...) -> None: ...
 
 class SlowCall(_message.Message):
     __slots__ = ("method", "identity", "elapsed", "ago", "code")

@@ -275,7 +275,7 @@ class MethodCount(_message.Message):
     def __init__(self, method: _Optional[str] = ..., calls: _Optional[int] = ..., errors: _Optional[int] = ..., items: _Optional[int] = ..., item_errors: _Optional[int] = ...) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("steps", "tokens", "rows", "forward_time", "sequences_created", "sequences_released", "replays", "kv_exhausted", "queue_full", "tokens_truncated", "blocks_copied", "leases_expired", "sequences_expired", "searched_tokens", "cached_tokens", "blocks_evicted", "sequences_forked", "sequences_exported", "sequences_imported", "sequences_parked")
+    __slots__ = ("steps", "tokens", "rows", "forward_time", "sequences_created", "sequences_released", "replays", "kv_exhausted", "queue_full", "tokens_truncated", "blocks_copied", "leases_expired", "sequences_expired", "searched_tokens", "cached_tokens", "blocks_evicted", "sequences_forked", "sequences_exported", "sequences_imported", "sequences_parked", "checkpoints_dropped")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -296,6 +296,7 @@ class Counters(_message.Message):
     SEQUENCES_EXPORTED_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_IMPORTED_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_PARKED_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINTS_DROPPED_FIELD_NUMBER: _ClassVar[int]
     steps: int
     tokens: int
     rows: int
@@ -316,7 +317,8 @@ class Counters(_message.Message):
     sequences_exported: int
     sequences_imported: int
     sequences_parked: int
-    def __init__(self, steps: _Optional[int] = ..., tokens: _Optional[int] = ..., rows: _Optional[int] = ..., forward_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., sequences_created: _Optional[int] = ..., sequences_released: _Optional[int] = ..., replays: _Optional[int] = ..., kv_exhausted: _Optional[int] = ..., queue_full: _Optional[int] = ..., tokens_truncated: _Optional[int] = ..., blocks_copied: _Optional[int] = ..., leases_expired: _Optional[int] = ..., sequences_expired: _Optional[int] = ..., searched_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., blocks_evicted: _Optional[int] = ..., sequences_forked: _Optional[int] = ..., sequences_exported: _Optional[int] = ..., sequences_imported: _Optional[int] = ..., sequences_parked: _Optional[int] = ...) -> None: ...
+    checkpoints_dropped: int
+    def __init__(self, steps: _Optional[int] = ..., tokens: _Optional[int] = ..., rows: _Optional[int] = ..., forward_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., sequences_created: _Optional[int] = ..., sequences_released: _Optional[int] = ..., replays: _Optional[int] = ..., kv_exhausted: _Optional[int] = ..., queue_full: _Optional[int] = ..., tokens_truncated: _Optional[int] = ..., blocks_copied: _Optional[int] = ..., leases_expired: _Optional[int] = ..., sequences_expired: _Optional[int] = ..., searched_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., blocks_evicted: _Optional[int] = ..., sequences_forked: _Optional[int] = ..., sequences_exported: _Optional[int] = ..., sequences_imported: _Optional[int] = ..., sequences_parked: _Optional[int] = ..., checkpoints_dropped: _Optional[int] = ...) -> None: ...
 
 class KvBlocks(_message.Message):
     __slots__ = ("free", "cached", "used", "parked_bytes", "parked_sequences", "unfinished_imports", "importing")
