@@ -38,18 +38,22 @@ WARMUP_PREFILL: Final = 128
 async def warm_up(state: ServerState, batch_size: int = WARMUP_BATCH, prefill_tokens: int = WARMUP_PREFILL) -> int:
     """Run a prefill of ``prefill_tokens`` and a decode of ``batch_size``, on sequences of its own that it releases;
     returns the number of steps. Only the engine knows these sequences: they count against no limit and no quota. They
-    take at most half of the free slots for states, because others may be served already."""
+    take at most half of the free slots for states, because others may be served already, and none that has a
+    checkpoint."""
     # A task of its own, so that a cancelled caller leaves no sequences behind.
     return await asyncio.shield(asyncio.create_task(_warm_up(state, batch_size, prefill_tokens)))
 
 
 async def _warm_up(state: ServerState, batch_size: int, prefill_tokens: int) -> int:
     model, limits = state.model, state.limits
-    batch_size, pressure = min(batch_size, limits.max_batch_items), state.pressure()
-    if pressure.total_slots:
-        batch_size = min(batch_size, pressure.free_slots // 2)
+    batch_size, cache = min(batch_size, limits.max_batch_items), state.engine.cache
+    if cache.total_slots:
+        empty, every = cache.free_slots - cache.checkpoints, state.device.checkpoint_tokens
+        batch_size = min(batch_size, cache.free_slots // 2, empty)
         if not batch_size:
             return 0
+        # the prompt, and the token behind it, keep checkpoints so far apart
+        prefill_tokens = min(prefill_tokens, (empty - batch_size + 1) * every - 2)
     prefill_tokens = max(1, min(prefill_tokens, limits.max_batch_tokens - batch_size, model.max_context - 1))
     numbers = [state.handles.number() for _ in range(batch_size)]
     one = np.zeros(1, dtype=np.int32)

@@ -130,6 +130,24 @@ async def test_a_frame_of_deep_cuts_needs_no_slot_for_each(served: Served) -> No
             assert near(answer.logits, [*prompt[:150], 7]) and answer.recomputed_tokens >= 150
 
 
+async def test_a_warm_up_drops_no_checkpoint(served: Served) -> None:
+    """One of many tokens neither, which would keep checkpoints itself, nor one that meets only slots that have one."""
+    pool = served.runner.states.pool
+    async with ExecutorClient(served.target) as client:
+        for kept in range(SLOTS):
+            before = pool.items()
+            assert len(before) == kept
+            report = await client.warmup(prefill_tokens=1100)
+            assert (report.steps, pool.items(), pool.dropped) == (2, before, 0)
+            sequence = client.sequence()
+            await sequence.prefill([kept, *PROMPT])
+            if kept < SLOTS - 1:
+                await sequence.release()
+        before = pool.items()
+        assert len(before) == (await client.status()).pressure.free_slots
+        assert (await client.warmup()).steps == 0 and pool.items() == before
+
+
 async def test_slots_of_callers_and_checkpoints_that_were_dropped_are_told(served: Served) -> None:
     async with ExecutorClient(served.target) as client:
         held = [client.sequence() for _ in range(SLOTS)]
