@@ -180,7 +180,7 @@ async def import_left(world: World) -> None:
     await release(world.served, handle)
     call = world.served.transfer.ImportKv()
     lease = (await world.served.acquire()).lease_id
-    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # without room it ends first
         for frame in (header(frames[0].layout, uuid.uuid4().hex, lease_id=lease), *as_import(frames[:-1])):
             await call.write(frame)
     call.cancel()
