@@ -207,7 +207,8 @@ class KvReceiver(KvStream):
                 raise InvalidRequest("only chunks and the trailer may follow the header", field="frame")
             if states is not None and self._has_rows(frame.chunk):
                 if layer or self.next_token < len(self._tokens):
-                    message = "states must come behind all tokens"
+                    name = frame.chunk.parts[0].tensor[:64]
+                    message = f"a chunk of {name!r}, which is no tensor of tokens, must come behind all tokens"
                     raise InvalidRequest(message, field="chunk", metadata={"next_token": self.next_token})
                 await self._receive_rows(frame.chunk, states, digest, rows)
                 continue
@@ -257,11 +258,11 @@ class KvReceiver(KvStream):
         except InvalidRequest:
             if digest is not None:  # damaged on its way, it is not its caller's fault
                 found = _summed(sha256(), [part.data.data for part in chunk.parts])
-                self._compare(found, chunk, f"row {chunk.first_row} on", {})
+                self._compare(found, chunk, f"rows from {chunk.first_row} on", {})
             raise
         self._moved(len(data))
         if digest is not None:
-            where, kinds = f"{tensor.name} from row {chunk.first_row} on", [(tensor.name, tensor.dtype)]
+            where, kinds = f"rows from {chunk.first_row} on", [(tensor.name, tensor.dtype)]
             await self._check(digest, kinds, (data,), chunk, where, {"tensor": tensor.name})
         if rows.tensor != "lengths":
             waiting.append((rows, data))

@@ -74,16 +74,24 @@ class StateReceiver:
         part, place = chunk.parts[0], self._place
         if not place and not self._came and part.tensor == self._tensors[len(STATE_TENSORS)].name:
             place = len(STATE_TENSORS)  # a sequence that goes on from its checkpoint
-        if len(chunk.parts) > 1 or place == len(self._tensors) or part.tensor != self._tensors[place].name:
-            raise _refusal(f"rows of {part.tensor[:64]!r} are not the next ones of the states")
+        if len(chunk.parts) > 1:
+            raise _refusal(f"a chunk of states has one part, not {len(chunk.parts)}", "chunk.parts")
+        if place == len(self._tensors) or part.tensor != self._tensors[place].name:
+            raise _refusal(
+                f"rows of {part.tensor[:64]!r} came where {self._next()} were expected", "chunk.parts.tensor"
+            )
         tensor, came, data = self._tensors[place], self._came if place == self._place else 0, part.data.data
         image, name = tensor.name.split(".")
         wanted, [count, *extents] = self._states.row_count(name, self._lengths), [*part.data.shape] or [0]
         right = part.data.dtype == tensor.dtype and tuple(extents) == tensor.shape
         if not right or len(data) != count * tensor.row_bytes:
-            raise _refusal(f"{tensor.name} has rows of shape {[*tensor.shape]}, not {len(data)} bytes of {extents}")
-        if chunk.first_row != came or not 0 < count <= wanted - came:
-            raise _refusal(f"{came} of {wanted} rows of {tensor.name} have come")
+            expected = f"rows of shape {[*tensor.shape]} in {_dtype_name(tensor.dtype)}, of {tensor.row_bytes} bytes"
+            found = f"{len(data)} bytes of {count} rows of shape {extents} in {_dtype_name(part.data.dtype)}"
+            raise _refusal(f"{tensor.name} has {expected}, not {found}", "chunk.parts.data")
+        if chunk.first_row != came:
+            raise _refusal(f"first_row of {tensor.name} must be {came}, not {chunk.first_row}", "chunk.first_row")
+        if not 0 < count <= wanted - came:
+            raise _refusal(f"1 to {wanted - came} rows of {tensor.name} were expected, not {count}", "chunk.parts.data")
         self._place, self._came = place, came + count
         if name == "lengths":
             self._numbers += data
@@ -97,8 +105,17 @@ class StateReceiver:
     def end(self) -> MovedStates:
         """The lengths of all that has come. Raises `InvalidRequest` if rows of an image are missing."""
         if self._came or self._place % len(STATE_TENSORS):
-            raise _refusal(f"{self._came} rows of {self._tensors[self._place].name} have come, and the stream ends")
+            raise _refusal(f"the stream ends where {self._next()} were expected", "trailer")
         return self.moved
+
+    def _next(self) -> str:
+        """What must come now."""
+        if self._place == len(self._tensors):
+            return "no more rows"
+        name = self._tensors[self._place].name
+        if not self._place and not self._came:
+            return f"those of {name} or {self._tensors[len(STATE_TENSORS)].name}"
+        return f"those of {name} from {self._came} on"
 
     def _checked(self, numbers: bytes) -> StateLengths:
         """Lengths that a slot may have. Raises `InvalidRequest`."""
@@ -106,9 +123,16 @@ class StateReceiver:
         step = self._states.step_tokens
         ordered = max(folded) <= floor <= length <= self._length
         if not ordered or length - floor > step or length - min(folded) > 2 * step:
-            raise _refusal(f"no states of {self._length} tokens have the lengths {[length, floor, *folded]}")
+            message = f"no states of {self._length} tokens have the lengths {[length, floor, *folded]}"
+            raise _refusal(message, "chunk.parts.data")
         return StateLengths(length, floor, tuple(folded))
 
 
-def _refusal(message: str) -> InvalidRequest:
-    return InvalidRequest(message, field="chunk.parts")
+def _dtype_name(number: int) -> str:
+    """Of what a peer sent."""
+    known = types_pb2.DType.DESCRIPTOR.values_by_number.get(number)
+    return str(number) if known is None else known.name
+
+
+def _refusal(message: str, field: str) -> InvalidRequest:
+    return InvalidRequest(message, field=field)

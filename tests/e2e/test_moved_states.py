@@ -355,6 +355,14 @@ WRONG: dict[str, tuple[Any, Reason]] = {
 }
 
 
+FIELDS = {
+    "not a number": ("chunk.slot.states", "slot.states of rows from 0 on are not finite"),
+    "another row": ("chunk.first_row", "first_row of slot.states must be 0, not 1"),
+    "an unknown tensor": ("chunk.parts.tensor", "'x' came where those of slot.states from 0 on were expected"),
+    "no gates of the checkpoint": ("trailer", "those of checkpoint.gates from 0 on were expected"),
+}
+
+
 @pytest.mark.parametrize("case", WRONG)
 async def test_a_stream_that_is_not_right_is_refused_and_another_one_goes_on(there: There, case: str) -> None:
     layout, chunks, wanted = await frames_of(there[0])
@@ -362,7 +370,10 @@ async def test_a_stream_that_is_not_right_is_refused_and_another_one_goes_on(the
     wrong = [kt.KvChunk.FromString(each.SerializeToString()) for each in chunks]
     change(wrong)
     target = there[2]
-    await refused(imported(target, header(layout), *brought(wrong)), reason)
+    error = await refused(imported(target, header(layout), *brought(wrong)), reason)
+    field, message = FIELDS.get(case, (error.field, ""))
+    assert (error.field or "").startswith(("chunk", "trailer"))
+    assert error.field == field and message in error.message
     answer = await imported(target, header(layout), *brought(chunks))
     assert not answer.replayed and await row(target, answer.handle) == wanted
     await release(target, answer.handle)

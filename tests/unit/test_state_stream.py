@@ -82,6 +82,48 @@ def test_the_deepest_lengths_that_a_slot_can_have_are_taken() -> None:
     assert received(chunks(deepest)) == deepest
 
 
+def rename(chunk: kv_transfer_pb2.KvChunk) -> None:
+    chunk.parts[0].tensor = "x"
+
+
+def multiply(chunk: kv_transfer_pb2.KvChunk) -> None:
+    part = chunk.parts[0].data
+    part.shape[0], part.data = 4, part.data * 4
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "message"),
+    [
+        (rename, "chunk.parts.tensor", r"'x' came where those of slot\.states from 1 on were"),
+        (lambda each: each.parts.append(each.parts[0]), "chunk.parts", "one part, not 2"),
+        (lambda each: setattr(each, "first_row", 2), "chunk.first_row", r"slot\.states must be 1, not 2"),
+        (lambda each: each.parts[0].data.shape.append(1), "chunk.parts.data", r"\[3, 5\] in D_TYPE_F32, of 60 bytes"),
+        (lambda each: setattr(each.parts[0].data, "dtype", 99), "chunk.parts.data", "in 99"),
+        (multiply, "chunk.parts.data", r"1 to 3 rows of slot\.states were expected, not 4"),
+    ],
+)
+def test_a_refusal_says_which_field_is_wrong_and_what_was_expected(change: Any, field: str, message: str) -> None:
+    sent = chunks(MovedStates(Lengths(200, 190, (190, 170))), 60)
+    second = [each.parts[0].tensor for each in sent].index("slot.states") + 1
+    change(sent[second])
+    with pytest.raises(InvalidRequest, match=message) as refused:
+        received(sent)
+    assert refused.value.field == field
+
+
+def test_an_end_or_a_tensor_that_comes_too_early_is_told_what_was_expected() -> None:
+    sent = chunks(MovedStates(Lengths(200, 190, (190, 170))), 1 << 20)
+    with pytest.raises(InvalidRequest, match=r"those of slot\.lengths or checkpoint\.lengths were") as refused:
+        received(sent[1:])
+    assert refused.value.field == "chunk.parts.tensor"
+    with pytest.raises(InvalidRequest, match=r"ends where those of slot\.gates from 0 on were") as refused:
+        received(sent[:-1])
+    assert refused.value.field == "trailer"
+    both = MovedStates(Lengths(200, 190, (190, 170)), Lengths(8, 8, (8, 8)))
+    with pytest.raises(InvalidRequest, match="where no more rows were"):
+        received([*chunks(both), *sent])
+
+
 def test_rows_of_another_shape_or_type_are_refused() -> None:
     for index in range(4):
         for change in (
