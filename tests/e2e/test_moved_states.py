@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -404,6 +405,19 @@ async def test_without_states_the_tokens_are_fed_again(there: There) -> None:
         answer = await target.decode([9 % 6], handle)
         assert answer.output.recomputed_tokens == (len(PROMPT) - 96 if first == "checkpoint" else len(PROMPT))
         await release(target, answer.output.handle)
+
+
+async def test_between_unlike_blocks_a_prompt_is_found_where_its_checkpoint_ends_with_a_block(
+    there: There, config: ModelSettings
+) -> None:
+    _, source, _, _ = there
+    async with serve_model(replace(config, block_size=5)) as other, ExecutorClient(other.target) as target:
+        for length, found in ((100, 0), (63, 60)):
+            leaves, moved, again = source.sequence(), target.sequence(), target.sequence()
+            await leaves.prefill(tokens := [length % 6, *PROMPT[: length - 1]])
+            await leaves.move_to(moved)
+            assert (await again.prefill([*tokens, 1])).cached_tokens == found
+            await moved.decode(1)
 
 
 async def test_a_file_that_was_changed_is_found_before_anything_is_sent(there: There, tmp_path: Path) -> None:

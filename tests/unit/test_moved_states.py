@@ -351,6 +351,21 @@ def test_a_checkpoint_within_a_block_is_for_its_sequence_alone(folder):
     there.step(there.span(comes, [1]))
 
 
+def test_an_import_between_unlike_blocks_is_found_from_its_next_checkpoint_on(folder):
+    """Or at once, where the checkpoint that came ends with a block."""
+    here, there = World(folder), World(folder, size=5, slots=30)
+    comes, history = there.bring(here.taken(fed(here, TOKENS)), PREFIX), [*TOKENS]
+    assert there.runner.states.checkpoint_tokens == 20
+    while len(history) < 119:
+        there.step(there.span(comes, [1]))
+        history.append(1)
+        assert computed(there, history, PREFIX._replace(publishes=False)) == len(history)
+    there.step(there.span(comes, [2, 3]))
+    assert computed(there, [*history, 2, 3]) == 1
+    there.bring(here.taken(fed(here, prompt(63, seed=4), prefix=PREFIX)), PREFIX)
+    assert computed(there, [*prompt(63, seed=4), 1]) == 4
+
+
 def test_what_follows_an_import_is_its_caller_s_until_the_sequence_is_empty(folder):
     """Although the prefix cache had the import's tokens: states are of all of them."""
     world = World(folder, slots=30)
