@@ -467,6 +467,31 @@ def test_a_piece_that_fails_is_fed_again(folder, monkeypatch, apart, behind):
     world.step(world.span(sequence, [1], 90))
 
 
+def test_what_was_fed_again_gives_its_slot_to_a_span_before_and_then_its_own_is_refused(folder):
+    world = World(folder, slots=2)
+    sequence, made = fed(world, prompt(60)), world.made([1, 2])
+    world.runner.states.forget_checkpoints()
+    outcomes = world.step(made, world.span(sequence, [1], 40))
+    assert [type(each) for each in outcomes] == [SpanResult, KvBlocksExhausted]
+    assert outcomes[1].metadata == {"needed_slots": "1", "free_slots": "0"}
+    world.step(world.span(sequence, [3]), world.span(made.sequence, [4]))
+    world.release(made.sequence)
+    [cut] = world.step(world.span(sequence, [1], 40))
+    assert isinstance(cut, SpanResult)
+
+
+def test_a_deep_fork_without_a_slot_to_feed_it_in_is_refused(folder):
+    """The only free slot has the checkpoint from which its tokens would be fed again."""
+    world = World(folder, slots=2)
+    sequence = fed(world, prompt(60))
+    for _ in range(2):
+        [refused] = world.step(world.fork(sequence, [1], 40))
+        assert refused.metadata == {"needed_slots": "1", "free_slots": "0"}
+    world.step(world.span(sequence, [3]))
+    [made] = world.step(world.fork(sequence, [1], 24))
+    assert isinstance(made, SpanResult)
+
+
 @pytest.mark.parametrize("known", [0, 10, 60])
 def test_a_chunk_of_drafts_that_are_rejected_leaves_the_states_to_be_fed_again(folder, known):
     world, accepts = World(folder), OutputSpec(Positions.ALL, Accept())
