@@ -58,7 +58,7 @@ class RecurrentStore:
         fewest = rows_needed(shape, 1, 1)
         wanted = [(each, each.shape[2:]) for each in (states, channels[:, :, :fewest], gates[:, :, :fewest])]
         state, row, gate = (each.new_zeros(one).expand(layers, *one) for each, one in wanted)
-        self.empty = RecurrentSlot(shape, state, row, gate)
+        self.empty = RecurrentSlot(shape, state, row, gate, kernels)
 
     def copy(self, source: RecurrentSlot, into: RecurrentSlot, length: int) -> None:
         """Give ``into`` the content of ``source`` cut to ``length``."""

@@ -31,6 +31,7 @@ from hypothesis.stateful import (
 from ferrum_rpc.core import PREFIX, Accept, OutputSpec, Positions, Span, SpanResult, Step
 from ferrum_rpc.engine import states
 from ferrum_rpc.errors import KvBlocksExhausted, StepFailed
+from tests.support import queued
 from tests.support.checkpoints import RECURRENT_SHAPE as SHAPE
 from tests.support.checkpoints import make_checkpoint
 from tests.support.rows import columns_of
@@ -312,6 +313,23 @@ def run_histories(histories: int, phases: Sequence[Phase] = tuple(Phase)) -> Non
             phases=phases,
         ),
     )
+
+
+def test_the_first_chunk_of_a_sequence_is_computed_by_the_kernels_too(folder, monkeypatch):
+    """It starts from a slot that no sequence has."""
+    pieces, chunk = list[int](), queued.chunk_in_c
+
+    def counted(shape, taps, inputs, state):
+        pieces.append(len(inputs.log_decay))
+        return chunk(shape, taps, inputs, state)
+
+    monkeypatch.setattr(queued, "chunk_in_c", counted)
+    world = World(folder, queued=True)
+    pieces.clear()  # those of the first steps
+    sequence = fed(world, tokens := prompt(60))
+    assert sum(pieces) == 2 * len(tokens), "of both recurrent layers"
+    world.step(world.span(sequence, tokens))
+    assert sum(pieces) == 4 * len(tokens)
 
 
 def test_steps_that_are_staged_and_replayed_have_the_bits_of_others(folder):
