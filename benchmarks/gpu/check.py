@@ -295,7 +295,6 @@ async def run(options: argparse.Namespace) -> Record:
     options.cells = QUICK_CELLS if options.quick else GPU_CELLS
     options.command = options.command.replace("benchmarks gpu", "benchmarks.gpu")
     options.benchmark += ", rehearsed" * options.quick
-    options.model = "tiny" if options.quick else options.model
     here = Contest(options, device=device)
     record, values = here.record, here.record.values
     gpu = device if options.quick else f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
@@ -335,7 +334,7 @@ BENCHMARK: Final = Benchmark(
     run,
     (
         Option("--only", list(PARTS), "parts", choices=PARTS),
-        Option("--model", SHAPE, "a shape of benchmarks/shapes.json", choices=[*SHAPES]),
+        Option("--model", SHAPE, "a shape of benchmarks/shapes.json", "tiny", choices=[*SHAPES]),
         Option("--figures", False, "also print the results as a line for first light"),
     ),
     variant=lambda options: "" if options.model == SHAPE else str(options.model),
