@@ -16,8 +16,8 @@ from ferrum_rpc.attention.recurrent_steps import RecurrentSpan, RecurrentStep
 from ferrum_rpc.core import RecurrentShape
 from ferrum_rpc.models.recurrent_rows import RecurrentWeights, gated, gated_norm, recurrent_rows
 from ferrum_rpc.native import library
-from tests.numerics.test_recurrent import PlainLoop, Stack, after_chunk, close, everything, gate, new_slot, random
 from tests.support.poison import fill_journal
+from tests.support.recurrent_layers import PlainLoop, Stack, after_chunk, close, everything, gate, new_slot, random
 
 LANES = {"portable": 4, "avx2": 8, "avx512": 16}
 SHAPES = {  # by the vectors that divide a head
