@@ -5,6 +5,7 @@ An operation changes everything or nothing. All but a release of other sequences
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -66,10 +67,19 @@ class TorchRunner(StepRunner):
         adapters: Adapters | None = None,
         constraints: Constraints | None = None,
         states: States | None = None,
+        max_tokens: int = sys.maxsize,
     ) -> None:
         compute = Compute(model, attention) if compute is None else compute
         super().__init__(
-            kv, store, compute, stage=stage, depth=depth, tier=tier, constraints=constraints, states=states
+            kv,
+            store,
+            compute,
+            stage=stage,
+            depth=depth,
+            tier=tier,
+            constraints=constraints,
+            states=states,
+            max_tokens=max_tokens,
         )
         self.info = info
         self.device = device

@@ -29,9 +29,6 @@ from ferrum_rpc.kv.slots import SlotPool
 CHECKPOINT_TOKENS: Final = 512
 """Checkpoints are at most so far apart, for blocks of a size that divides it."""
 
-PIECE_TOKENS: Final = STEP_TOKENS
-"""Tokens that are fed again in one forward pass: others wait for it. So few have the bits of single tokens."""
-
 KeyAt = Callable[[int, int], bytes]
 """`KvManager.checkpoint_key`: empty if only the sequence and its forks may find a checkpoint."""
 
@@ -72,6 +69,16 @@ class _OpenSpan:
     known: dict[int, bytes] = field(default_factory=dict)
 
 
+class StatePiece(NamedTuple):
+    """Tokens of ``sequence`` that are fed again: a ``span`` to be run without rows. It advances the slot ``apart``, or
+    if that is None the sequence's own. ``fork``: a fork of the sequence needs it."""
+
+    sequence: int
+    span: RecurrentSpan
+    apart: int | None
+    fork: bool
+
+
 class _Leaving(NamedTuple):
     """What moves with a sequence; see `MovedStates`."""
 
@@ -94,23 +101,25 @@ class States:
         self._open: dict[int, _OpenSpan] = {}
         self._leaving: dict[int, _Leaving] = {}
         self._numbers = itertools.count()
-        self._apart: int | None = None  # of the piece under way, and whether a fork needs it
-        self._for_fork = False
         self._needed: frozenset[bytes] = frozenset()  # see `keep_for`
+        self._continued: frozenset[bytes] = frozenset()
 
     # --- what must be fed again -------------------------------------------------------------------------------------
 
     def keep_for(self, starts: Iterable[tuple[int, int]]) -> None:
         """Spans will start from these sequences at these lengths: until the next call, the checkpoints from which they
-        start are the last to be dropped. Else each span's piece could drop what was fed for another one, for ever."""
-        keys = set[bytes]()
+        start are the last to be dropped, and no piece takes the slot of one that another piece continues. Else what was
+        fed for one span could be dropped for another one, for ever."""
+        needed, continued = set[bytes](), set[bytes]()
         for sequence, length in starts:
             held = self._held.get(sequence)
             if held is not None and not (held.usable and self.store.slots[held.slot].reaches(length)):
                 at, key = self._nearest(held, length)
                 if key and at == length:
-                    keys.add(key)
-        self._needed = frozenset(keys)
+                    needed.add(key)
+                elif key and key == held.on_the_way:
+                    continued.add(key)
+        self._needed, self._continued = frozenset(needed), frozenset(continued)
 
     def missing(self, sequence: int, length: int) -> int:
         """How many tokens of ``sequence`` must be fed again before a step, or a fork of it, can start at ``length``."""
@@ -123,31 +132,38 @@ class States:
         known = self._nearest(held, length)[0]
         return length - (max(known, slot.length) if held.usable and slot.length <= length else known)
 
-    def next_piece(self, sequence: int, length: int, *, fork: bool) -> RecurrentSpan:
-        """The next of those tokens, at most `PIECE_TOKENS`, as a span to be run without rows; `end_piece` follows. They
-        advance the slot of the sequence. For a ``fork``, or while the sequence still has longer states, which a step
-        that fails must find, they advance a slot apart, which becomes a checkpoint. Raises `KvBlocksExhausted` if there
-        is none for a fork that no span needs; the sequence then takes its own."""
+    def next_piece(self, sequence: int, length: int, most: int, *, fork: bool) -> StatePiece:
+        """The next of those tokens, at most ``most``; `end_piece` follows. They advance the slot of
+        the sequence. For a ``fork``, or while the sequence still has longer states, which a step that fails must find,
+        they advance a slot apart, which becomes a checkpoint. Raises `KvBlocksExhausted` if there is none for a fork
+        that no span needs; the sequence then takes its own. A sequence has one piece at a time, and pieces of several
+        may be run together."""
         held = self._held[sequence]
         slot = self.store.slots[held.slot]
         known, key = self._nearest(held, length)
-        self._apart, self._for_fork = None, fork
+        apart: int | None = None
         if fork or (held.usable and slot.length > length):
             try:
-                self._apart = self._slot_apart(held, key)
+                apart = self._slot_apart(held, key)
             except KvBlocksExhausted:
                 if fork:
                     raise
-        if self._apart is not None:
-            source, slot = slot, self.store.slots[self._apart]
+        if apart is not None:
+            source, slot = slot, self.store.slots[apart]
             if not (held.usable and known < source.length <= length):
                 source = slot if self._goes_on(held, key) else self._checkpoint(key)
         else:
             source = slot if held.usable and known <= slot.length <= length else self._checkpoint(key)
             held.usable = False  # until the piece is complete
         if source is not slot:
-            self.store.copy(source, slot, source.length)
-        return RecurrentSpan(slot, slot, slot.length, min(PIECE_TOKENS, length - slot.length))
+            try:
+                self.store.copy(source, slot, source.length)
+            except BaseException:
+                if apart is not None:
+                    self.pool.give(apart)
+                raise
+        span = RecurrentSpan(slot, slot, slot.length, min(most, length - slot.length))
+        return StatePiece(sequence, span, apart, fork)
 
     def _goes_on(self, held: _Held, key: bytes) -> bool:
         """Whether a piece continues the checkpoint that the piece before has left."""
@@ -160,22 +176,22 @@ class States:
         if key:
             self.pool.pin(key)
         try:
-            return self.pool.take(self._needed)
+            return self.pool.take(self._needed | self._continued)
         finally:
             if key:
                 self.pool.unpin(key)
 
-    def end_piece(self, sequence: int, piece: RecurrentSpan, *, complete: bool) -> None:
+    def end_piece(self, piece: StatePiece, *, complete: bool) -> None:
         """A piece was run in all layers and committed, or it failed."""
-        held = self._held[sequence]
-        if complete and not self._for_fork:
-            held.recomputed += piece.tokens
-        if self._apart is None:
+        held, span = self._held[piece.sequence], piece.span
+        if complete and not piece.fork:
+            held.recomputed += span.tokens
+        if piece.apart is None:
             held.usable = complete
         elif complete:
-            held.on_the_way = self._keep(held, b"", piece.start + piece.tokens, self._apart)
+            held.on_the_way = self._keep(held, b"", span.start + span.tokens, piece.apart)
         else:
-            self.pool.give(self._apart)
+            self.pool.give(piece.apart)
 
     # --- a step -----------------------------------------------------------------------------------------------------
 

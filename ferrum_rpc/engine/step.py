@@ -25,6 +25,7 @@ device's order. If the older step must be finished first, the tokens are known, 
 from __future__ import annotations
 
 import copy
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -112,7 +113,7 @@ class Pending:
 
 class StepRunner:
     """Runs steps of one model over one paged cache. ``depth``: how many may be under way at once; more than one only
-    where ``compute`` is late, and the model keeps no ``states``."""
+    where ``compute`` is late, and the model keeps no ``states``. ``max_tokens``: of a step."""
 
     def __init__(
         self,
@@ -125,13 +126,14 @@ class StepRunner:
         tier: BlockFiles | None,
         constraints: Constraints | None,
         states: States | None = None,
+        max_tokens: int = sys.maxsize,
     ) -> None:
         self.kv = kv
         self.states = states
         self.feeding = None
         if states is not None:
             kv.prefixes.has_checkpoint = states.has_checkpoint
-            self.feeding = StateFeeding(states, kv, compute, self._before_forward, self._undone)
+            self.feeding = StateFeeding(states, kv, compute, self._before_forward, self._undone, max_tokens=max_tokens)
         self.store = store
         self.compute = compute
         self.depth = depth

@@ -162,6 +162,21 @@ async def test_slots_of_callers_and_checkpoints_that_were_dropped_are_told(serve
         assert (await client.status()).counters.checkpoints_dropped == 1
 
 
+async def test_tokens_of_several_sequences_of_a_frame_are_fed_again_in_one_pass(config: ModelSettings) -> None:
+    passes = list[str]()
+    async with serve_model(config, stage=passes.append) as served, ExecutorClient(served.target) as client:
+        held = [client.sequence() for _ in range(4)]
+        for first, each in enumerate(held):
+            await each.prefill([first, *PROMPT[:7]])
+            for token in (1, 2, 3):
+                await each.decode(token)
+        passes.clear()
+        answers = (await client.forward([each.item([7], LAST, truncate_to=8) for each in held])).all_answers()
+        assert passes.count("forward") == 2, "32 tokens that are fed again, and the frame's own"
+        for first, answer in enumerate(answers):
+            assert near(answer.logits, [first, *PROMPT[:7], 7]) and answer.recomputed_tokens == 8
+
+
 @pytest.mark.parametrize("ends", ["cancel", "deadline", "fails"])
 async def test_a_call_that_ends_while_its_tokens_are_fed_again_changes_nothing(
     config: ModelSettings, ends: str

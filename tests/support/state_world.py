@@ -29,6 +29,7 @@ from ferrum_rpc.core import (
     Step,
 )
 from ferrum_rpc.engine.assembly.build import build_runner
+from ferrum_rpc.engine.assembly.size import LargestStep
 from ferrum_rpc.errors import ExecutorError, KvBlocksExhausted
 from ferrum_rpc.wire.state_stream import rows_of
 from tests.support.checkpoints import RECURRENT_SHAPE as SHAPE
@@ -38,7 +39,7 @@ from tests.support.queued import as_on_a_gpu
 from tests.support.ranks import World as Ranked
 from tests.support.rows import columns_of
 
-SIZE, EVERY, PIECE, SLOTS = 4, 24, 40, 7
+SIZE, EVERY, PIECE, PASS, SLOTS = 4, 24, 40, 100, 7
 LAYERS = 2
 """That attend."""
 
@@ -112,6 +113,7 @@ class World:
         *,
         family: str = "qwen3_5",
         queued: bool = False,
+        largest: LargestStep | None = None,
         **more: Any,
     ) -> None:
         """``queued``: steps run as on a GPU, see `as_on_a_gpu`."""
@@ -130,7 +132,7 @@ class World:
                     buffer.fill_(math.nan)
         else:
             stage = partial(self._stage, 0)
-            self.runner = build_runner(config, stage=stage)
+            self.runner = build_runner(config, stage=stage, largest=largest)
             if queued:
                 self.runner, self.capture = as_on_a_gpu(self.runner, stage)
         self.has: dict[int, tuple[int, ...]] = {}

@@ -28,8 +28,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from ferrum_rpc.attention.recurrent_steps import RecurrentStore
 from ferrum_rpc.core import PREFIX, Accept, OutputSpec, Positions, Span, SpanResult, Step
-from ferrum_rpc.engine import states
+from ferrum_rpc.engine import feeding, states
+from ferrum_rpc.engine.assembly.size import LargestStep
 from ferrum_rpc.errors import KvBlocksExhausted, StepFailed
 from tests.support import queued
 from tests.support.checkpoints import RECURRENT_SHAPE as SHAPE
@@ -42,6 +44,7 @@ from tests.support.state_world import (
     IMPORTED,
     LAST,
     OF_A_LIAR,
+    PASS,
     PIECE,
     SIZE,
     SLOTS,
@@ -71,7 +74,8 @@ def each_folder(request, tmp_path_factory):
 @pytest.fixture(autouse=True)
 def small_distances(monkeypatch):
     monkeypatch.setattr(states, "CHECKPOINT_TOKENS", EVERY)
-    monkeypatch.setattr(states, "PIECE_TOKENS", PIECE)
+    monkeypatch.setattr(feeding, "PIECE_TOKENS", PIECE)
+    monkeypatch.setattr(feeding, "PASS_TOKENS", {"cpu": PASS})
 
 
 # --- any history ------------------------------------------------------------------------------------------------------
@@ -171,14 +175,22 @@ class Histories(RuleBasedStateMachine):
         spans = [world.span(each, tokens[: data.draw(st.integers(1, len(tokens)))]) for each in sorted(world.has)]
         world.step(world.made(tokens), *spans)
 
+    @precondition(lambda self: len(self.world.has) > 1)
+    @rule(data=st.data(), tokens=few | prompts)
+    def go_back_and_feed_all(self, data, tokens):
+        self.world.step(*self.cuts(data, tokens))
+
+    def cuts(self, data, tokens):
+        return [self.world.span(each, tokens, self.lengths(data, each), ALL) for each in sorted(self.world.has)]
+
     @precondition(lambda self: self.world.has)
     @rule(
         data=st.data(), tokens=few | prompts, stage=st.sampled_from(STAGES), nth=st.integers(1, 2), again=st.booleans()
     )
     def fail(self, data, tokens, stage, nth, again):
         rank = data.draw(st.integers(0, self.ranks - 1), label="rank")
-        world, sequence = self.world, self.sequence(data)
-        spans = [world.span(sequence, tokens, self.lengths(data, sequence)), world.made(tokens)]
+        world = self.world
+        spans = [*self.cuts(data, tokens), world.made(tokens)]
         before = dict(world.has)
         try:
             with world.failing(stage, nth, rank):
@@ -363,7 +375,7 @@ def test_steps_that_are_staged_and_replayed_have_the_bits_of_others(folder):
 @pytest.fixture
 def usual_distances(small_distances, monkeypatch):
     monkeypatch.setattr(states, "CHECKPOINT_TOKENS", 512)
-    monkeypatch.setattr(states, "PIECE_TOKENS", 64)
+    monkeypatch.setattr(feeding, "PIECE_TOKENS", 64)
 
 
 def computed(world: World, *spans: Span) -> list[int]:
@@ -447,15 +459,139 @@ def test_tokens_are_fed_again_in_pieces_and_their_keys_and_values_stay(folder):
 @pytest.mark.parametrize("slots", [5, 7, 9])
 def test_deep_cuts_of_more_sequences_than_there_are_free_slots_are_fed_piece_by_piece(folder, monkeypatch, slots):
     """What was fed for one of them is not dropped for another, or they would be fed for ever."""
-    monkeypatch.setattr(states, "PIECE_TOKENS", 16)
+    monkeypatch.setattr(feeding, "PIECE_TOKENS", 16)
     world = World(folder, slots=slots)
     made = [fed(world, prompt(60, seed), [1]) for seed in range(4)]
-    cuts, pieces = [world.span(each, [1], 40) for each in made], 1
-    with world.runner.context():
-        while world.runner.feeding.feed(cuts):
-            pieces += 1
-    assert pieces <= len(made) * 3, "one at a time, each once"
+    cuts = [world.span(each, [1], 40) for each in made]
+    passes = passes_before(world, monkeypatch, *cuts)
+    assert sum(count for each in passes for _, count in each) <= len(made) * 40, "each token once"
+    assert len(passes) < len(made) * 3
     assert all(isinstance(outcome, SpanResult) for outcome in world.step(*cuts))
+
+
+def passes_before(world: World, monkeypatch: Any, *spans: Span) -> list[list[tuple[int, int]]]:
+    """The forward passes that feed again what is missing before ``spans``: sequences, and how many tokens of each."""
+    passes, run = list[list[tuple[int, int]]](), world.runner.compute.forward
+
+    def noted(pieces: Any, *step: Any, **more: Any) -> Any:
+        passes.append([(each.sequence, len(each.tokens)) for each in pieces])
+        return run(pieces, *step, **more)
+
+    with monkeypatch.context() as patch, world.runner.context():
+        patch.setattr(world.runner.compute, "forward", noted)
+        while world.runner.feeding.feed(spans):
+            assert len(passes) < 100, "for ever"
+    return passes
+
+
+def behind(world: World, *lengths: int) -> list[int]:
+    """Sequences of 90 tokens, each another one's, that were cut to ``lengths`` and have no checkpoint."""
+    made = [fed(world, prompt(90, seed)) for seed in range(len(lengths))]
+    for sequence, length in zip(made, lengths, strict=True):
+        world.truncate(sequence, length)
+    world.runner.states.forget_checkpoints()
+    return made
+
+
+@pytest.mark.parametrize("slots", [3, 9])
+def test_a_pass_feeds_the_next_piece_of_several_sequences(folder, monkeypatch, slots):
+    """In the order of spans, and up to as many tokens as a pass may have: here 100, and 40 of a sequence."""
+    world = World(folder, slots=slots)
+    first, second, third = behind(world, 50, 20, 60)
+    spans = [world.span(each, [1]) for each in (first, second, third)]
+    passes = passes_before(world, monkeypatch, *spans)
+    assert passes == [[(first, 40), (second, 20), (third, 40)], [(first, 10), (third, 20)]]
+    assert [each.recomputed_tokens for each in world.step(*spans)] == [50, 20, 60]
+
+
+def test_a_piece_that_does_not_fit_a_pass_waits_for_the_next_one(folder, monkeypatch):
+    monkeypatch.setattr(feeding, "PASS_TOKENS", {"cpu": 50})
+    world = World(folder)
+    first, second, third = behind(world, 30, 45, 5)
+    spans = [world.span(each, [1]) for each in (first, second, third)]
+    assert passes_before(world, monkeypatch, *spans) == [[(first, 30)], [(second, 40), (third, 5)], [(second, 5)]]
+    world.step(*spans)
+
+
+def test_a_pass_has_no_more_tokens_than_a_step_may_have(folder, monkeypatch):
+    world = World(folder, largest=LargestStep(24, 8))
+    first, second = behind(world, 30, 15)
+    passes = passes_before(world, monkeypatch, *(world.span(each, [1]) for each in (first, second)))
+    assert passes == [[(first, 24)], [(first, 6), (second, 15)]]
+
+
+def test_a_pass_feeds_a_parent_once_for_itself_and_its_forks(folder, monkeypatch):
+    world = World(folder, slots=12)
+    [parent, other] = behind(world, 50, 30)
+    spans = [world.fork(parent, [1], 45), world.span(parent, [2]), world.fork(parent, [3], 20), world.span(other, [4])]
+    passes = passes_before(world, monkeypatch, *spans)
+    assert all(len(dict(each)) == len(each) for each in passes) and passes[0] == [(parent, 40), (other, 30)]
+    own, *_ = [each for span, each in zip(spans, world.step(*spans), strict=True) if span.sequence == parent]
+    assert own.recomputed_tokens == 5, "but for what the first fork's states have"
+
+
+def test_what_is_fed_for_a_sequence_is_not_dropped_for_another_piece_of_its_pass(folder, monkeypatch):
+    """The states of the first one are lost between two passes, and its piece comes before that of the second."""
+    world = World(folder, slots=4)
+    first, second = (fed(world, prompt(120, seed)) for seed in range(2))
+    world.runner.states.forget_checkpoints()
+    spans = [world.span(each, [1], 110) for each in (first, second)]
+    with world.runner.context():
+        world.runner.feeding.feed(spans)
+        [lost, _] = world.runner.states.pool.items()
+        world.runner.states.pool.drop(lost[0])
+        fed(world, [1])
+        assert [world.runner.feeding.missing(span) for span in spans] == [110, 70]
+        world.runner.feeding.feed(spans)
+        assert [world.runner.feeding.missing(span) for span in spans] == [70, 30]
+    world.step(*spans)
+
+
+def test_each_piece_has_the_adapter_of_its_span(folder, monkeypatch):
+    world = World(folder)
+    made = behind(world, 10, 10, 10)
+    spans, seen = [world.span(each, [1], adapter=7 + each) for each in made], list[tuple[int, int]]()
+
+    def noted(pieces: Any, *step: Any, **more: Any) -> None:
+        seen.extend((each.sequence, each.adapter) for each in pieces)
+
+    with monkeypatch.context() as patch, world.runner.context():
+        patch.setattr(world.runner.compute, "forward", noted)
+        world.runner.feeding.feed(spans)
+    assert seen == [(each, 7 + each) for each in made]
+
+
+@pytest.mark.parametrize("slots", [4, 9], ids=["one in another slot", "all in other slots"])
+@pytest.mark.parametrize("late", [False, True], ids=["before its layers", "behind them"])
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_pass_that_fails_changes_nothing_of_any_of_its_sequences(folder, monkeypatch, slots, late, nth):
+    """The last one has states that a pass may advance in their own slot; the others have longer ones."""
+    world = World(folder, slots=slots)
+    made = [fed(world, prompt(90, seed)) for seed in range(3)]
+    world.truncate(made[2], 70)
+    world.runner.states.forget_checkpoints()
+    has, free = dict(world.has), world.runner.cache_state().free_slots
+    cuts = [world.span(made[0], [1], 85), world.span(made[1], [1], 80), world.span(made[2], [1])]
+    run, passes = world.runner.compute.forward, itertools.count(1)
+
+    def fails(*step: Any, **more: Any) -> Any:
+        number = next(passes)
+        if number == nth and not late:
+            raise Sabotage
+        rows = run(*step, **more)
+        if number == nth:
+            raise Sabotage
+        return rows
+
+    with monkeypatch.context() as broken, pytest.raises(StepFailed):
+        broken.setattr(world.runner.compute, "forward", fails)
+        world.step(*cuts)
+    assert world.has == has and world.runner.cache_state().free_slots == free
+    world.check()
+    if slots == 9:
+        assert [world.missing(each) for each in made[:2]] == [0, 0], "their own states are as they were"
+    for again in (cuts[2:], cuts[1:], cuts):
+        world.step(*again)
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["in its slot", "in another one"])
@@ -570,7 +706,7 @@ def test_a_copy_that_fails_leaves_the_states_to_be_fed_again(folder, monkeypatch
     sequence = fed(world, prompt(60))
     with monkeypatch.context() as broken:
         broken.setattr(world.runner.states.store, "copy", fails)
-        with pytest.raises(Sabotage):
+        with pytest.raises(StepFailed):
             world.step(world.span(sequence, [1], 40))
     world.step(world.span(sequence, [1], 60))
 
@@ -620,6 +756,26 @@ def test_memory_that_a_slot_lacks_takes_neither_slots_nor_blocks(folder, monkeyp
         world.check()
         begin()
         assert world.runner.cache_state().free_slots == 4 - live - 1
+
+
+@pytest.mark.parametrize("slots", [3, 4, 9])
+def test_a_copy_that_fails_ends_the_pieces_before_it(folder, monkeypatch, slots):
+    world = World(folder, slots=slots)
+    made = [fed(world, prompt(90, seed)) for seed in range(3)]
+    world.runner.states.forget_checkpoints()
+    cuts, copies, copy = [world.span(each, [1], 80) for each in made], itertools.count(1), RecurrentStore.copy
+
+    def fails(store: Any, source: Any, into: Any, length: int) -> None:
+        copy(store, source, into, length)
+        if next(copies) == 2:
+            raise Sabotage
+
+    with monkeypatch.context() as broken, pytest.raises(StepFailed):
+        broken.setattr(RecurrentStore, "copy", fails)
+        world.step(*cuts)
+    world.check()
+    world.step(*(world.span(each, [2]) for each in made))
+    world.step(*cuts)
 
 
 def test_a_prompt_that_fails_gives_back_the_slots_of_its_checkpoints(folder):
@@ -868,6 +1024,24 @@ def check_bits(bits: Bits, history: list[int], victim: int) -> None:
         assert bits.rows(world.span(made.sequence, [5, 0])) == [bits.alone([*history, 5, 0])]
         history += [5, 0]
         world.release(child.sequence)
+
+
+@pytest.mark.parametrize("tokens", [32, 50, 256])
+def test_pieces_of_several_sequences_in_a_pass_have_the_bits_of_single_tokens(folder, monkeypatch, tokens):
+    monkeypatch.setattr(feeding, "PIECE_TOKENS", 32)
+    monkeypatch.setattr(feeding, "PASS_TOKENS", {"cpu": tokens})
+    bits, histories = Bits(folder, slots=9), [prompt(60, seed) for seed in range(4)]
+    world, lengths = bits.world, (40, 33, 7, 52)
+    made = [world.made(history[:30], prefix=None) for history in histories]
+    for span, history in zip(made, histories, strict=True):
+        bits.rows(span)
+        for tokens_behind in (history[30:], [1], [2]):
+            bits.rows(world.span(span.sequence, tokens_behind))
+    world.runner.states.forget_checkpoints()
+    cuts = [world.span(span.sequence, [1], length) for span, length in zip(made, lengths, strict=True)]
+    assert max(map(len, passes_before(world, monkeypatch, *cuts))) == {32: 2, 50: 3, 256: 4}[tokens]
+    alone = [bits.alone([*history[:length], 1]) for history, length in zip(histories, lengths, strict=True)]
+    assert bits.rows(*cuts) == alone
 
 
 def test_a_deep_cut_that_fails_or_is_refused_leaves_every_bit_of_the_longer_sequence(each_folder):

@@ -138,10 +138,9 @@ def _assemble(
     """Make the cache, what computes over it, and the runner of both. ``loaded``: the choices that were made while the
     weights were loaded. ``largest``: None for the default step."""
     config, device, cuda = choices.config, choices.device, choices.device.type == "cuda"
+    largest = largest or LargestStep()
     info, reasons = _describe(choices, model), [*choices.reasons, *loaded]
-    blocks, slots, store, attention = _make_cache(
-        choices, model, info, reasons, sharing, largest=largest or LargestStep()
-    )
+    blocks, slots, store, attention = _make_cache(choices, model, info, reasons, sharing, largest=largest)
     rounded = config.kv_dtype in ROUNDED
     if rounded and not sharing:
         of_keys, of_values, tokens = rounding_error(model, attention, store, info.max_context)
@@ -207,6 +206,7 @@ def _assemble(
         adapters=adapters,
         constraints=None if pool is None else Constraints(pool, kv.tokens),
         states=states,
+        max_tokens=largest.tokens,
     )
 
 
