@@ -66,7 +66,6 @@ bench: .venv/.dev  ## How fast, beside limits and a peer, and what gRPC costs; w
 	@$(BIN)/python -m benchmarks wire
 	@$(BIN)/python -m benchmarks protocol
 	@$(BIN)/python -m benchmarks trips
-	@$(BIN)/python -m benchmarks speculation
 	@$(BIN)/python -m benchmarks streams
 	@$(BIN)/python -m benchmarks streams --model qwen3-0.6b --tokens 64
 	@$(BIN)/python -m benchmarks fronts

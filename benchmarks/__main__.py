@@ -7,7 +7,7 @@ import sys
 from typing import Final
 
 NAMES: Final = (
-    *("peers", "suite", "wire", "protocol", "trips", "speculation", "streams", "fronts", "grammars", "structured"),
+    *("peers", "suite", "wire", "protocol", "trips", "streams", "fronts", "grammars", "structured"),
     *("cache", "quantized", "adapters", "backends", "memory", "prefix", "transfer", "ranks", "collectives", "profile"),
     *("launches", "states", "report"),
 )

@@ -1,8 +1,10 @@
-"""What a slow link costs: texts by single steps, and by runs with followers, through a proxy that delays each way; and
-what other schedulers' runs cost a decode step.
+"""What a slow link costs, and what runs and drafts save: texts of the reference scheduler through a proxy that delays
+each way, by single steps, by runs, and by drafts that the executor verifies. And what other schedulers' runs cost a
+decode step.
 
-The proxy stands in this process, and with no delay too; it keeps the order of the bytes and lets any number of them be
-under way, as a long wire does. All rounds of a batch size alternate, so ratios to no delay are of one run.
+The proxy is in this process, and with no delay too; it keeps the order of the bytes and lets any number of them be
+under way, as a long wire does. All rounds of a batch size alternate, so ratios are of one run. Texts are greedy, and
+the same length for every way.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -22,23 +23,35 @@ from benchmarks.compare import alternate, median, percentile, shares
 from benchmarks.engines.grpc import executor
 from benchmarks.record import Benchmark, Option, Record
 from benchmarks.table import target
-from ferrum_rpc.client import Capability, ExecutorClient, Run, Sample
+from clients.scheduler.prompts import DEMO_PROMPTS
+from ferrum_rpc.client import ExecutorClient, Run
 from ferrum_rpc.client import Sequence as ClientSequence
+from ferrum_rpc.scheduler.counts import RunCounts
+from ferrum_rpc.scheduler.driver import Driver
+from ferrum_rpc.scheduler.policy import Budget
+from ferrum_rpc.scheduler.queues import Observer
+from ferrum_rpc.scheduler.request import Request
+from ferrum_rpc.scheduler.speculation import Drafter, DraftModel, Lookup
 
 DELAYS_MS: Final = (0.0, 1.0, 10.0)  # each way
-TARGET: Final = 0.9  # tokens a second with runs, of those with no delay, at least
-WAYS: Final = ("single steps", "runs")
+SINGLE, RUNS, LOOKUP, DRAFT = "single steps", "runs", "look-up", "draft model"
+WAYS: Final = (SINGLE, RUNS, LOOKUP, DRAFT, f"{LOOKUP} or runs", f"{DRAFT} or runs")
+"""The last two: whatever gave tokens faster so far, as the scheduler chooses where it may."""
+
 BATCHES: Final = (1, 8)
-BESIDE: Final = ("alone", "single steps", "runs")  # what goes on in the executor while one sequence decodes
+RUNS_TARGET: Final = 0.9  # tokens a second with runs, of those with no delay, at least
+DRAFT_TARGETS: Final = {1: 2.5, 8: 1.5}
+"""By batch: tokens a second with the draft model at the longest delay, of those by single steps, at least."""
+
+BESIDE: Final = ("alone", SINGLE, RUNS)  # what goes on in the executor while one sequence decodes
 OTHERS: Final = 32
 OTHERS_WHAT: Final = "p99 of a decode step with 32 runs, in those with single steps"
 OTHERS_TARGET: Final = 2.0  # at most
 CONTEXT: Final = 32
 SERVED: Final = {"device": "cpu", "kv-blocks": 8192, "lease-ttl-s": 600.0}
-PROMPT: Final = b"In the beginning"
-SAMPLE: Final = Sample(temperature=0.8, seed=1)
 TOKEN: Final = 5
-RUN_TOKENS: Final = 32
+RUN_TOKENS: Final = 16
+OTHERS_RUN_TOKENS: Final = 32
 
 
 @asynccontextmanager
@@ -77,23 +90,61 @@ async def delayed(target: str, delay_s: float) -> AsyncIterator[str]:
         await asyncio.sleep(0)  # the connections are closed in the next turn
 
 
-async def texts(client: ExecutorClient, batch: int, tokens: int, _: int = 0) -> float:
-    """Tokens a second of ``batch`` texts at once, from their prompts to the last token that a reader gets. The release
-    of their sequences, one more trip, is not part of it."""
-    ended = began = time.perf_counter()
+async def texts(
+    way: str, client: ExecutorClient, small: ExecutorClient, batch: int, tokens: int, _: int = 0
+) -> RunCounts:
+    """The first ``batch`` demo prompts at once, ``tokens`` each."""
+    drafter: Drafter | None = None
+    if way.startswith(LOOKUP):
+        drafter = Lookup()
+    elif way.startswith(DRAFT):
+        drafter = DraftModel(small, await small.info())
+    await client.info()
+    driver = Driver(
+        client,
+        client.executors[0],
+        budget=Budget(tokens=1024, items=64, running=batch),
+        observer=Observer(),
+        drafter=drafter,
+        run_tokens=RUN_TOKENS if way.endswith(RUNS) else 0,
+        chains=True,
+    )
+    work = [Request(at, tuple(text.encode()), tokens) for at, text in enumerate(DEMO_PROMPTS[:batch])]
+    run = await driver.run(work)
+    if any(len(each.generated) != tokens for each in work):
+        raise RuntimeError(f"{way}: a text ended early: {[each.error or each.ending for each in work]}")
+    return run
 
-    async def text(number: int) -> int:
-        nonlocal ended
-        async with client.sequence() as sequence:
-            stream = sequence.generate(
-                PROMPT, max_tokens=tokens, output=replace(SAMPLE, seed=number), stop=(), timeout_s=60
-            )
-            count = len([token async for token in stream])
-            ended = max(ended, time.perf_counter())
-            return count
 
-    total = sum(await asyncio.gather(*map(text, range(batch))))
-    return total / (ended - began)
+def points(taken: dict[tuple[str, float, int], list[RunCounts]]) -> list[dict[str, Any]]:
+    """Medians of the rounds; ratios are to the same round's with no delay, and by single steps."""
+    found = []
+    for (way, delay_ms, batch), runs in taken.items():
+        rates, near, single = (
+            [sum(len(each.generated) for each in run.requests) / run.wall_seconds for run in taken[key]]
+            for key in ((way, delay_ms, batch), (way, DELAYS_MS[0], batch), (SINGLE, delay_ms, batch))
+        )
+        of_near, of_single, drafted = shares(rates, near), shares(rates, single), sum(run.drafted for run in runs)
+        texts_, away, goal = f"{batch} text{'s' * (batch > 1)}", f"{delay_ms:g} ms each way", None
+        if way == RUNS and delay_ms:
+            goal = target(f"{texts_} by runs, {away}, of no delay", of_near["median"], RUNS_TARGET)
+        elif (way, delay_ms) == (DRAFT, DELAYS_MS[-1]):
+            what = f"{texts_} with the draft model, {away}, of single steps"
+            goal = target(what, of_single["median"], DRAFT_TARGETS[batch])
+        found.append(
+            {
+                "way": way,
+                "texts": batch,
+                "each way, ms": delay_ms,
+                "tokens/s": median(rates, 1),
+                "of no delay": of_near,
+                "of single steps": of_single,
+                "target": goal,
+                "tokens a trip": median((run.decode_tokens / (run.sequences - batch) for run in runs), 2),
+                "accepted": f"{sum(run.accepted for run in runs) / drafted:.0%}" if drafted else None,
+            }
+        )
+    return found
 
 
 @asynccontextmanager
@@ -102,7 +153,7 @@ async def decoding(client: ExecutorClient, others: Sequence[ClientSequence], way
     began, stop = asyncio.Event(), asyncio.Event()
 
     async def decode() -> None:
-        run = Run(RUN_TOKENS) if way == "runs" else None
+        run = Run(OTHERS_RUN_TOKENS) if way == RUNS else None
         while not stop.is_set():
             results = await client.forward([each.item([TOKEN], truncate_to=CONTEXT, run=run) for each in others])
             began.set()
@@ -120,12 +171,12 @@ async def decoding(client: ExecutorClient, others: Sequence[ClientSequence], way
         await task
 
 
-async def steps_ms(sequence: ClientSequence, steps: int, context: int = CONTEXT) -> list[float]:
-    """Milliseconds of each of ``steps`` decode steps from ``context`` tokens on."""
+async def steps_ms(sequence: ClientSequence, steps: int) -> list[float]:
+    """Milliseconds of each of ``steps`` decode steps from `CONTEXT` tokens on."""
     taken = []
     for index in range(steps):
         began = time.perf_counter()
-        await sequence.decode(TOKEN, truncate_to=None if index else context)
+        await sequence.decode(TOKEN, truncate_to=None if index else CONTEXT)
         taken.append(1e3 * (time.perf_counter() - began))
     return taken
 
@@ -145,42 +196,33 @@ def beside(taken: dict[str, list[list[float]]]) -> list[dict[str, Any]]:
                 "p99, ms": percentile(every, 99),
                 "p99 in alone": in_alone,
                 "p99 in single steps": in_steps,
-                "target": goal if way == "runs" else None,
+                "target": goal if way == RUNS else None,
             }
         )
     return found
 
 
-def points(taken: dict[tuple[str, float, int], list[float]]) -> list[dict[str, Any]]:
-    """Medians of the rounds; ratios are to the same round's with no delay."""
-    found = []
-    for (way, delay_ms, batch), rates in taken.items():
-        of_near = shares(rates, taken[way, DELAYS_MS[0], batch])
-        what = f"{batch} text{'s' * (batch > 1)} by runs, {delay_ms:g} ms each way, of no delay"
-        goal = target(what, of_near["median"], TARGET) if way == WAYS[1] and delay_ms else None
-        row = {"way": way, "texts": batch, "each way, ms": delay_ms, "tokens/s": median(rates, 1)}
-        found.append(row | {"of no delay": of_near, "target": goal})
-    return found
-
-
 async def run(options: argparse.Namespace) -> Record:
     """Measure everything and write the file."""
-    record = Record(options, model=options.model, **SERVED, tokens=f"{options.tokens} of a text, and as many steps")
-    taken: dict[tuple[str, float, int], list[float]] = {}
+    pair = ("identity", "identity") if options.model == "identity" else ("demo", "demo-draft")
+    tokens = f"{options.tokens} of a text, and as many steps; runs of {RUN_TOKENS}"
+    record = Record(options, model=pair[0], draft=pair[1], **SERVED, tokens=tokens)
+    taken: dict[tuple[str, float, int], list[RunCounts]] = {}
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
-        ours = await enter(executor(options.model, SERVED))
+        ours, small = [await enter(executor(each, SERVED)) for each in pair]
+        drafting = await enter(ExecutorClient(small.target, session=True))
         clients: dict[tuple[str, float], ExecutorClient] = {}
         for delay_ms in DELAYS_MS:
             farther = await enter(delayed(ours.target, delay_ms / 1e3))
             for way in WAYS:
-                client = clients[way, delay_ms] = await enter(ExecutorClient(farther, session=True))
-                info = await client.info()
-                if way == WAYS[0]:
-                    client._context.known_info = replace(info, capabilities=info.capabilities - {Capability.RUN})
-                await texts(client, 1, 8)
+                clients[way, delay_ms] = await enter(ExecutorClient(farther, session=True))
+                await texts(way, clients[way, delay_ms], drafting, 1, 8)
         for batch in BATCHES:
-            takes = {(*key, batch): partial(texts, client, batch, options.tokens) for key, client in clients.items()}
+            takes = {
+                (*key, batch): partial(texts, key[0], client, drafting, batch, options.tokens)
+                for key, client in clients.items()
+            }
             taken |= (await alternate(takes, options.rounds))[0]
         record.put("texts", points(taken))
         crowd, alone = [await enter(ExecutorClient(ours.target, session=True)) for _ in range(2)]
@@ -204,4 +246,5 @@ BENCHMARK: Final = Benchmark(
         Option("--model", "demo", "of the executor", choices=("demo", "identity")),
         Option("--tokens", 256, "of a text", 16),
     ),
+    rounds=3,
 )

@@ -11,7 +11,7 @@ from benchmarks import machine
 from benchmarks.__main__ import NAMES
 from benchmarks.machine import ROOT
 from benchmarks.record import Benchmark, Option, Record
-from benchmarks.report import PAGE
+from benchmarks.report import DOCUMENT, PAGE
 from benchmarks.table import rows_of, target
 
 COMMAND = re.compile(r"python3? -m benchmarks ([a-z]\w*)((?: [^`#\n|()]+)?)")
@@ -34,9 +34,11 @@ def test_every_name_is_a_program_and_a_benchmark_answers_a_question(name):
 
 
 def test_commands_of_the_docs_and_the_makefile_are_understood():
-    files = [ROOT / "Makefile", ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *ROOT.glob("benchmarks/*.py")]
+    """But for those of results on docs/benchmarks.md, which are of their time."""
+    docs = {*(ROOT / "docs").rglob("*.md")} - {DOCUMENT}
+    files = [ROOT / "Makefile", ROOT / "README.md", *docs, *ROOT.glob("benchmarks/*.py")]
     commands = {found.groups() for file in files for found in COMMAND.finditer(file.read_text("utf-8"))}
-    assert len(commands) > 25
+    assert len(commands) > 20
     for name, arguments in commands:
         assert name in NAMES, name
         if benchmark := getattr(module(name), "BENCHMARK", None):
