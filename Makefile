@@ -63,7 +63,6 @@ stubs: .venv/.dev  ## Generate what is generated: stubs from protos/, clients wi
 
 bench: .venv/.dev  ## How fast, beside limits and a peer, and what gRPC costs; writes docs/benchmarks.md
 	@$(BIN)/python -m benchmarks suite
-	@$(BIN)/python -m benchmarks wire
 	@$(BIN)/python -m benchmarks protocol
 	@$(BIN)/python -m benchmarks trips
 	@$(BIN)/python -m benchmarks streams
@@ -75,7 +74,6 @@ bench: .venv/.dev  ## How fast, beside limits and a peer, and what gRPC costs; w
 	@$(BIN)/python -m benchmarks structured
 	@$(BIN)/python -m benchmarks cache
 	@$(BIN)/python -m benchmarks adapters
-	@$(BIN)/python -m benchmarks backends
 	@$(BIN)/python -m benchmarks memory
 	@$(BIN)/python -m benchmarks transfer
 	@$(BIN)/python -m benchmarks ranks

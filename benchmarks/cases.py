@@ -90,10 +90,11 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """``decode b8 @256``."""
+        """``decode b8 @256``, with the output if it is another than greedy tokens."""
         if self.kind == PREFILL:
             return f"prefill {self.context}" + f", {self.shared} of them seen" * (self.shared > 0)
-        return f"decode {'+'.join([f'b{self.batch // self.callers}'] * self.callers)} @{self.context}"
+        batches = "+".join([f"b{self.batch // self.callers}"] * self.callers)
+        return f"decode {batches} @{self.context}" + f", {self.output}" * (self.output != "greedy")
 
     @property
     def spec(self) -> OutputSpec:

@@ -23,11 +23,13 @@ from benchmarks.cases import CONTEXT, DECODE, IDENTITY, IDENTITY_CONTEXT, Cell, 
 from benchmarks.compare import median
 from benchmarks.engines.echo import EchoCalls, echo_channel
 from benchmarks.engines.grpc import TIMEOUT_S, Calls, executor
+from benchmarks.engines.ways import TOKEN
 from benchmarks.profile_server import METHOD, mark, marked, marks
 from benchmarks.record import Benchmark, Option, Record
 from benchmarks.table import Row, number
-from ferrum_rpc.executor.v1 import model_executor_pb2, model_executor_pb2_grpc
+from ferrum_rpc.executor.v1 import model_executor_pb2
 from ferrum_rpc.wire.output import output_to_proto
+from ferrum_rpc.wire.rows import rows_from_proto
 
 PATH: Final = f"/ferrum_rpc.executor.v1.ModelExecutor/{METHOD}"
 WARM: Final = 50
@@ -66,8 +68,8 @@ async def profile(model: str, live: Cell, batches: Sequence[int], steps: int, th
         file = Path(folder) / "marks.json"
         program = ("-m", "benchmarks.profile_server", str(file))
         async with executor(model, settings([live], threads), program=program) as found:
-            client = MarkedClient(found.channel, live)
-            await client.side.prefill(live.prompts(found.vocab_size).tolist())
+            client = MarkedClient(found.channel, found.vocab_size, live)
+            await client.side.prepare(live)
             runs = [await client.run(WARM + steps, batch) for batch in batches]
         noted = json.loads(file.read_text(encoding="utf-8"))
     return [_profile(run[WARM:], exchange, noted) for run, exchange in runs]
@@ -92,30 +94,33 @@ def medians(found: Sequence[Timeline]) -> Timeline:
 class MarkedClient:
     """A scheduler that notes its own stages."""
 
-    def __init__(self, channel: Any, live: Cell) -> None:
-        stub = model_executor_pb2_grpc.ModelExecutorStub(channel)
+    def __init__(self, channel: Any, vocab_size: int, live: Cell) -> None:
+        self.side = Calls(channel, vocab_size)
         write = model_executor_pb2.BatchDecodeRequest.SerializeToString
         read = model_executor_pb2.BatchDecodeResponse.FromString
-        stub.BatchDecode = channel.unary_unary(
+        self._step = channel.unary_unary(
             PATH,
             request_serializer=marked(write, "client: serialize the request", "wire: request"),
             response_deserializer=marked(read, "client: parse the answer", "client: grpc.aio wakes the caller"),
         )
-        self.side = Calls(channel, stub=stub)
         self._spec = output_to_proto(live.spec)
 
     async def run(self, steps: int, batch: int) -> tuple[list[list[Mark]], tuple[bytes, bytes]]:
         """Decode; the sequences grow by a token a step. The marks of each step, and the bytes of the last one."""
-        side, fed, taken = self.side, [1] * batch, []
+        side, taken = self.side, []
         gc.collect()
         for _ in range(steps):
             marks.clear()
             mark("client: build the request")
-            request = model_executor_pb2.BatchDecodeRequest(items=side.items(fed, self._spec))
+            items = [side.item(number, TOKEN, item_id=number, output=self._spec) for number in range(batch)]
+            request = model_executor_pb2.BatchDecodeRequest(items=items)
             mark("client: grpc.aio starts the call")
-            response = await side.stub.BatchDecode(request, timeout=TIMEOUT_S)
+            response = await self._step(request, timeout=TIMEOUT_S)
             mark("client: rows and handles")
-            side.accept(response)
+            for at, result in enumerate(response.results):
+                assert result.HasField("output"), result.error.message
+                side.handles[at] = result.output.handle
+            rows_from_proto(response.row_blocks)
             mark(END)
             taken.append([*marks])
         return taken, (request.SerializeToString(), response.SerializeToString())

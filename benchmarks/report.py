@@ -151,7 +151,7 @@ def standing(found: Sequence[Result]) -> str:
                 row["goal"] = "" if target["goal"] is None else bound_of(target | {"bound": target["goal"]})
                 if target["value"] is not None:
                     value = number(target["value"]) + target["unit"]
-                    row[result["machine"]] = f"{value}, {'yes' if reached(target) else 'no'}"
+                    row.setdefault(result["machine"], f"{value}, {'yes' if reached(target) else 'no'}")
         for what, bound in question.get("waiting", {}).items():
             rows.setdefault(what, {"target": bound})
     lines = [

@@ -1,7 +1,8 @@
-"""`make bench`: how fast, with the machine's limits and with transformers, all in one run.
+"""`make bench`: how fast, with the machine's limits and with transformers, and what gRPC costs, all in one run.
 
-The sides alternate round by round. Around them: what other outputs than greedy tokens cost, how decode steps fare
-with prefill chunks, what a sequence costs in bookkeeping, and how long a start takes. ``--only`` runs a part.
+The sides alternate round by round. One of them serves the model by transformers' layers over our cache, as families are
+served that have no native decoder. Around them: what other outputs than greedy tokens cost, how decode steps fare with
+prefill chunks, what a sequence costs in bookkeeping, and how long a start takes. ``--only`` runs a part.
 """
 
 from __future__ import annotations
@@ -13,16 +14,21 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks import parts
-from benchmarks.cases import CELLS, QUICK_CELLS, settings
+from benchmarks.cases import CELLS, DECODE, QUICK_CELLS, Cell, settings
 from benchmarks.engines.grpc import INT8, QUANTIZED, Client, open_quantized
 from benchmarks.engines.inprocess import INSIDE, Inside
 from benchmarks.engines.process import REFERENCE, PeerKind, PeerProcess
-from benchmarks.record import Benchmark, Contest, Opening, Option, Record
+from benchmarks.record import Benchmark, Contest, Opening, Option, Record, median_of
 from benchmarks.table import Row, target
 
 PARTS: Final = ("cells", "outputs", "mixed", "bookkeeping", "start")
 INT8_TARGETS: Final = {"decode b1 @512": 32.0, "decode b8 @256": 140.0, "decode b32 @256": 260.0}
 EAGER: Final = PeerKind("transformers eager", "hf")
+HF_LAYERS: Final = "ours by transformers' layers, in process"
+FULL_ROWS: Final = Cell(DECODE, 32, 256, output="full-bf16")
+QUICK_FULL_ROWS: Final = Cell(DECODE, 3, 8, most=4, output="full-bf16")
+GREEDY_TARGET: Final = 0.97  # a step in process, in those through gRPC, at least
+FULL_TARGET: Final = 0.85  # the same, of `FULL_ROWS`
 
 
 async def run(options: argparse.Namespace) -> Record:
@@ -51,10 +57,13 @@ async def run(options: argparse.Namespace) -> Record:
         if "cells" in options.only:
             sides: dict[str, Opening] = {
                 INSIDE: Inside.open(folder, cells, options.threads),
+                HF_LAYERS: Inside.open(folder, cells, options.threads, dtype="bfloat16", model_backend="hf"),
                 **{name: open_quantized(name, folder, cells, options.threads) for name in QUANTIZED},
                 EAGER.name: PeerProcess.open(EAGER, folder, options.threads, here.spec.vocab_size),
             }
-            await here.play(cells, {REFERENCE: session, **await here.open_all(stack, sides)})
+            others = await here.open_all(stack, sides)
+            await here.play(cells, {REFERENCE: session, **others})
+            await here.play([QUICK_FULL_ROWS if quick else FULL_ROWS], {REFERENCE: session, INSIDE: others[INSIDE]})
             record.save(targets=[*record.values["targets"], *speeds(record.values["cells"])])
         if "mixed" in options.only:
             rows.append(await parts.mixed(session, mix))
@@ -63,7 +72,7 @@ async def run(options: argparse.Namespace) -> Record:
 
 
 def speeds(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The targets of tokens a second."""
+    """The targets of tokens a second, and of what gRPC costs."""
     rates = {(cell["cell"], side): found["tokens_per_s"] for cell in cells for side, found in cell["sides"].items()}
     found = []
     for cell in CELLS:
@@ -73,7 +82,12 @@ def speeds(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         found.append(target(what, rate, cell.target, unit=" tok/s", goal=cell.goal))
     for name, bound in INT8_TARGETS.items():
         found.append(target(f"the same, int8 weights, {name}", rates.get((name, INT8)), bound, unit=" tok/s"))
-    return found
+    of_inside = "gRPC against in process, b{}, {}"
+    for cell in (each for each in CELLS if each.kind == DECODE):
+        what = of_inside.format(cell.batch, "greedy, in a session")
+        found.append(target(what, median_of(cells, cell.name, INSIDE), GREEDY_TARGET))
+    whole = median_of(cells, FULL_ROWS.name, INSIDE)
+    return [*found, target(of_inside.format(FULL_ROWS.batch, "full bf16 rows"), whole, FULL_TARGET)]
 
 
 BENCHMARK: Final = Benchmark(

@@ -45,7 +45,6 @@ class EchoCalls(Way):
         self._call: Any = channel.unary_unary(f"/{SERVICE}/Call")
         self._stream: Any = channel.stream_stream(f"/{SERVICE}/Stream")
         self._like = like
-        self.facts: dict[str, Any] = {}
 
     async def prepare(self, cell: Cell) -> None:
         """There is nothing to make."""

@@ -1,14 +1,13 @@
 """`ferrum-rpc serve` in another process, and this process as its scheduler.
 
 `Calls` and `Frames` are a scheduler without our client package: raw stubs over the channel that it opens. They build
-every message, request ids included, and a step ends when the rows are arrays and the new handles are at hand: what a
-scheduler needs before it can send the next one. `Client` is `ferrum_rpc.client` as anybody would use it.
+every message, request ids included, and a step ends when the new handle is at hand. `Client` is `ferrum_rpc.client` as
+anybody would use it; its steps end when the rows are arrays.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import Any, Final
 import grpc
 import numpy as np
 import torch
+from crc32c import crc32c
 
 from benchmarks.cases import LEAD_IN, NOTHING, PREFILL, Cell, settings
 from benchmarks.compare import Round, Unsupported
@@ -29,12 +29,11 @@ from benchmarks.machine import ROOT
 from ferrum_rpc.client import Answer, ExecutorClient
 from ferrum_rpc.client import Sequence as ClientSequence
 from ferrum_rpc.client.channel import open_channel
-from ferrum_rpc.core import OutputSpec, RowBlock, RowKind
+from ferrum_rpc.core import OutputSpec, RowKind, Rows
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.executor.v1 import forward_pb2, model_executor_pb2, model_executor_pb2_grpc, session_pb2, types_pb2
 from ferrum_rpc.models.linear import select_quantized
 from ferrum_rpc.wire.output import output_to_proto
-from ferrum_rpc.wire.rows import rows_from_proto
 
 INT8: Final = "ours with int8 weights, gRPC session"
 INT4: Final = "ours with int4 weights, gRPC session"
@@ -93,29 +92,25 @@ def facts(name: str, device: Any) -> dict[str, Any]:
     return {"name": name, "threads": device.threads, "choices": [choice for choice, _ in device.choices]}
 
 
-def last_rows(block: RowBlock) -> list[Any]:
-    """Of a step's packed rows: tokens as they are, anything else as one digest."""
-    if block.kind is RowKind.TOKENS:
-        found: list[Any] = block["token_ids"].tolist()
-        return found
-    return [hashlib.blake2b(block[block.kind.columns[0]].tobytes(), digest_size=8).hexdigest()]
+def last_rows(rows: Sequence[Rows]) -> list[int]:
+    """Of a step's rows: tokens as they are, anything else as one checksum."""
+    kind, checksum = rows[0].block.kind, 0
+    columns = [each.block[kind.columns[0]][each.first : each.first + each.count] for each in rows]
+    if kind is RowKind.TOKENS:
+        return [token for column in columns for token in column.tolist()]
+    for column in columns:
+        checksum = crc32c(column.view(np.uint8).data, checksum)
+    return [checksum]
 
 
 class Calls(Way):
     """Unary calls of the generated stub. ``exchange``: the bytes of the last step's request and answer."""
 
-    def __init__(self, channel: grpc.aio.Channel, vocab_size: int = 0, stub: Any = None) -> None:
-        self.stub: Any = stub or model_executor_pb2_grpc.ModelExecutorStub(channel)
+    def __init__(self, channel: grpc.aio.Channel, vocab_size: int) -> None:
+        self.stub: Any = model_executor_pb2_grpc.ModelExecutorStub(channel)
         self.handles: list[types_pb2.KvHandle] = []
-        self.facts: dict[str, Any] = {}
-        self.vocab_size = vocab_size
+        self._vocab_size = vocab_size
         self._last: tuple[Any, Any] = (None, None)
-
-    @classmethod
-    @asynccontextmanager
-    async def open(cls, model: str, cells: Sequence[Cell], threads: int) -> AsyncIterator[Calls]:
-        async with executor(model, settings(cells, threads)) as found:
-            yield cls(found.channel, found.vocab_size)
 
     def item(self, sequence: int, token: int, back: int | None = None, **more: Any) -> forward_pb2.ForwardItem:
         """The next decode of a sequence, rolled back to ``back`` tokens first if that is set."""
@@ -123,20 +118,9 @@ class Calls(Way):
             handle=self.handles[sequence], token_ids=[token], truncate_to=back, request_id=uuid.uuid4().hex, **more
         )
 
-    def items(self, fed: Sequence[int], spec: Any, back: int | None = None) -> list[forward_pb2.ForwardItem]:
-        """A step that feeds ``fed[i]`` to sequence ``i``."""
-        return [self.item(number, token, back, item_id=number, output=spec) for number, token in enumerate(fed)]
-
-    def accept(self, response: Any) -> list[RowBlock]:
-        """Note the new handles; the rows as arrays."""
-        for number, result in enumerate(response.results):
-            if not result.HasField("output"):
-                raise RuntimeError(f"sequence {number} was refused: {result.error.message}")
-            self.handles[number] = result.output.handle
-        return rows_from_proto(response.row_blocks)
-
-    async def prefill(self, prompts: Sequence[Sequence[int]]) -> None:
+    async def prepare(self, cell: Cell) -> None:
         """Make a sequence of every prompt that has none."""
+        prompts = cell.prompts(self._vocab_size).tolist()
         at_once = max(1, PREFILL_TOKENS // len(prompts[0]))
         while missing := prompts[len(self.handles) :][:at_once]:
             items = [forward_pb2.ForwardItem(token_ids=each, output=output_to_proto(NOTHING)) for each in missing]
@@ -145,25 +129,6 @@ class Calls(Way):
             request = model_executor_pb2.BatchPrefillRequest(items=items, all_or_nothing=True)
             response = await self.stub.BatchPrefill(request, timeout=TIMEOUT_S)
             self.handles += [result.output.handle for result in response.results]
-
-    async def prepare(self, cell: Cell) -> None:
-        """Cells of one server have one context here, and the larger batch begins with the smaller one's sequences."""
-        await self.prefill(cell.prompts(self.vocab_size).tolist())
-
-    async def round(self, cell: Cell, number: int, steps: int) -> Round:
-        """Roll back, then timed decode steps of all sequences of the cell."""
-        spec, timed = output_to_proto(cell.spec), Round()
-        for index, fed in timed.steps(cell.fed(self.vocab_size, steps).tolist(), LEAD_IN):
-            self._last = _, response = await self.forward(self.items(fed, spec, None if index else cell.context))
-            blocks = self.accept(response)
-            timed.done(response.timing.forward_micros / 1e6, response.timing.queue_micros / 1e6)
-        timed.last = last_rows(blocks[0])
-        return self._exchanged(timed)
-
-    async def forward(self, items: list[forward_pb2.ForwardItem]) -> tuple[Any, Any]:
-        """One step; what was sent, and the answer."""
-        request = model_executor_pb2.BatchDecodeRequest(items=items)
-        return request, await self.stub.BatchDecode(request, timeout=TIMEOUT_S)
 
     async def take(self, depth: int, steps: int) -> Round:
         """By a caller each. A step ends when the next handle is at hand."""
@@ -182,7 +147,7 @@ class Calls(Way):
 
 
 class Frames(Calls):
-    """Forward frames of one session. Greedy rows only: larger ones come in frames of their own."""
+    """Forward frames of one session."""
 
     frame = 0
     _owner: dict[int, int]
@@ -214,11 +179,6 @@ class Frames(Calls):
             await self.say_hello(cell.callers)
         self._owner = {}
         await super().prepare(cell)
-
-    async def forward(self, items: list[forward_pb2.ForwardItem]) -> tuple[Any, Any]:
-        """One step; what was sent, and the part of the answer that says what a unary one does."""
-        request = await self.send(forward=session_pb2.SessionForward(items=items))
-        return request, (await self.receive()).forward
 
     async def take(self, depth: int, steps: int) -> Round:
         return self._exchanged(await in_frames(self._send, self._receive, depth, steps))
@@ -345,11 +305,11 @@ class Batches(Client):
 
 
 def _done(timed: Round, answers: Sequence[Answer]) -> None:
-    """A step has ended: its timing by the server, and its tokens."""
+    """A step has ended: its timing by the server, and its rows."""
     timing = answers[-1].timing
     assert timing is not None
     timed.done(timing.forward_s, timing.queue_s)
-    timed.last = [answer.token for answer in answers]
+    timed.last = last_rows([answer.rows for answer in answers if answer.rows])
 
 
 @asynccontextmanager

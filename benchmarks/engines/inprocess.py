@@ -22,7 +22,7 @@ from benchmarks.compare import Round
 from benchmarks.engines.grpc import facts, last_rows
 from ferrum_rpc.building import build
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.core import FullLogits, Greedy, OutputSpec, Positions, RowDType, Run, Span, SpanResult, Step
+from ferrum_rpc.core import FullLogits, Greedy, OutputSpec, Positions, RowDType, Rows, Run, Span, SpanResult, Step
 from ferrum_rpc.engine.operations import TorchRunner
 
 INSIDE: Final = "ours, in process"
@@ -126,8 +126,8 @@ class Inside:
         self._context = 0
         self._forward([self._creation(tokens[:-rows], NOTHING)])
         every = OutputSpec(Positions.ALL, FullLogits(RowDType.F32))
-        block = self._forward([Span(self._live[-1], tokens[-rows:], len(tokens) - rows, every)])
-        found = block["logits"].copy()
+        [last] = self._forward([Span(self._live[-1], tokens[-rows:], len(tokens) - rows, every)])
+        found = last.block["logits"].copy()
         self._release()
         return found
 
@@ -143,7 +143,7 @@ class Inside:
         timed, output = Round(), cell.spec
         if cell.kind == PREFILL:
             for _, prompt in timed.steps(cell.fresh(self._vocab_size, number, steps), 1):
-                block = self._forward([self._creation(prompt, output)])
+                rows = self._forward([self._creation(prompt, output)])
                 timed.done()
                 self._release()
         else:
@@ -154,9 +154,9 @@ class Inside:
                     Span(each, token, start, output, adapter=self._adapter(each))
                     for each, token in zip(self._live, fed, strict=False)
                 ]
-                block = self._forward(spans)
+                rows = self._forward(spans)
                 timed.done()
-        timed.last = last_rows(block)
+        timed.last = last_rows(rows)
         return timed
 
     def _runs(self, cell: Cell, steps: int, following: bool) -> list[float]:
@@ -189,7 +189,6 @@ class Inside:
     def _adapter(self, sequence: int) -> int:
         return self._adapters[(sequence - self._first) % len(self._adapters)]
 
-    def _forward(self, spans: Sequence[Span]) -> Any:
-        """The block of rows of a step."""
-        rows = forward(self.runner, spans)[0].rows
-        return None if rows is None else rows.block
+    def _forward(self, spans: Sequence[Span]) -> list[Rows]:
+        """The rows of a step."""
+        return [each.rows for each in forward(self.runner, spans) if each.rows]

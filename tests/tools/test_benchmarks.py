@@ -16,11 +16,9 @@ from benchmarks import (
     grammars,
     memory,
     quantized,
-    report,
     streams,
     structured,
     trips,
-    wire,
 )
 from benchmarks.cases import CONTEXT, DECODE, SHAPES, Cell, write_checkpoint
 from benchmarks.engines.grpc import Client
@@ -37,36 +35,12 @@ from ferrum_rpc.scheduler.request import Request
 from tests.quantized.gguf_files import write_model
 from tests.support.harness import made_or_skip
 
-# --- wire -------------------------------------------------------------------------------------------------------------
-
-
-def test_wire_measures_the_identity_model_through_both_ways(quick_run):
-    result = quick_run(wire, "--batches", "1", "4")
-    outputs = [(1, "greedy"), (1, "full-bf16"), (1, "full-f32"), (4, "greedy"), (4, "full-bf16")]
-    assert [(point["batch"], point["output"]) for point in result["cells"]] == outputs
-    for point in result["cells"]:
-        assert len(point["ratios"]["in process"]["pairs"]) == 2
-        assert point["sides"]["in process"]["same_rounds"] == [2, 2]  # both sides ran the same steps
-        grpc = point["sides"]["gRPC"]
-        assert 0 < grpc["forward_ms"]["median"] < grpc["step_ms"]["median"]
-        assert point["sides"]["echo"]["step_ms"]["median"] > 0
-    assert result["others_cpu"] is None or 0 <= result["others_cpu"] <= 1
-    assert result["hardware"]["cores"] >= 1 and result["versions"]["torch"] != "absent"
-    assert len(rows_of(result["tables"]["steps"])) == 5 and "identity" in result["settings"]
-    assert "| identity | 4 | full-bf16 |" in report.document([("wire.json", result)])
+# --- the profile ------------------------------------------------------------------------------------------------------
 
 
 def test_a_larger_batch_begins_with_the_prompts_of_a_smaller_one():
     small, large = (Cell(DECODE, batch, CONTEXT).prompts(264) for batch in (3, 8))
     assert np.array_equal(large[:3], small) and not np.array_equal(large[0], large[1])
-
-
-def test_whole_rows_are_of_unary_calls_and_in_float32_of_one_sequence():
-    options = wire.BENCHMARK.parse(["--batches", "1", "8"])
-    asked = [(cell.batch, cell.output) for cell in wire.cells_of("demo", options)]
-    assert asked == [(1, "greedy"), (1, "full-bf16"), (1, "full-f32"), (8, "greedy"), (8, "full-bf16")]
-    options.way = "session"
-    assert {cell.output for cell in wire.cells_of("demo", options)} == {"greedy"}
 
 
 def test_the_stages_of_a_step_add_up_to_the_whole():

@@ -6,42 +6,24 @@ import re
 import pytest
 
 from benchmarks import report
-from benchmarks.cases import CELLS, DECODE, Cell
-from benchmarks.compare import Round, figures, ratio
+from benchmarks.cases import CELLS
 from benchmarks.machine import ROOT
 from benchmarks.peers import PEERS
 from benchmarks.record import LIMIT, cell_rows
 from benchmarks.report import NOT_YET, document, newest
-from benchmarks.table import bound_of, markdown, rows_of, shown, table, target
-from benchmarks.wire import row
+from benchmarks.table import markdown, rows_of, shown, table, target
 
 AMX, PLAIN = ["avx2", "amx_bf16"], ["avx2", "avx512f"]
 
 
-def rounds(step_s, forward_s=None):
-    forward = [] if forward_s is None else [forward_s] * 4
-    return [Round(step_s=[step_s] * 4, forward_s=forward, queue_s=forward, last=["same"]) for _ in range(3)]
+def a_point():
+    ratio = {"median": 0.976, "low": 0.97, "high": 0.98}
+    standing = target("gRPC against in process", 0.976, 0.97)
+    return {"model": "qwen3-0.6b", "batch": 8, "ms": 82.4, "ratio": ratio, "target": standing}
 
 
-def a_point(model="qwen3-0.6b", batch=8, output="greedy", **times):
-    times = {"in_process_s": 0.080, "grpc_s": 0.082, "echo_s": 0.0005, "forward_s": 0.081} | times
-    inside, echo = rounds(times["in_process_s"]), rounds(times["echo_s"])
-    grpc = rounds(times["grpc_s"], times["forward_s"])
-    cell = Cell(DECODE, batch, 256, output=output)
-    sides = {"in process": inside, "gRPC": grpc, "echo": echo}
-    return row(
-        {
-            "model": model,
-            "batch": batch,
-            "output": output,
-            "sides": {name: figures(cell, each, grpc) for name, each in sides.items()},
-            "ratios": {"in process": ratio(inside, grpc)},
-        }
-    )
-
-
-def a_result(benchmark="wire", flags=AMX, ended="2026-11-21T06:10", **more):
-    tables = {"steps": table([a_point()], left=3, legend={"ratio": "of pairs"})}
+def a_result(benchmark="protocol", flags=AMX, ended="2026-11-21T06:10", **more):
+    tables = {"steps": table([a_point()], left=2, legend={"ratio": "of pairs"})}
     return {
         "schema": 2,
         "benchmark": benchmark,
@@ -58,16 +40,6 @@ def a_result(benchmark="wire", flags=AMX, ended="2026-11-21T06:10", **more):
         "targets": [a_point()["target"]],
         "notes": [],
     } | more
-
-
-def test_a_row_tells_wire_and_bookkeeping_apart():
-    found = a_point()
-    assert found["ratio"]["pairs"] == pytest.approx([80 / 82] * 3, abs=1e-3)
-    assert (found["ours, ms"], found["around forward, ms"]) == (1.5, 0.5)
-    assert found["tok/s gRPC"] == pytest.approx(8 / 0.082, rel=1e-3)
-    assert bound_of(found["target"]) == "≥ 0.97" and a_point(output="full-bf16")["target"] is None
-    identity = a_point("identity", in_process_s=4e-4, grpc_s=1.5e-3, forward_s=4e-4)
-    assert identity["target"] == "≤ 2 echoes: 3.00"
 
 
 @pytest.mark.parametrize(
@@ -93,8 +65,8 @@ def test_a_line_in_a_cell_does_not_end_it():
 
 
 def test_the_page_has_what_the_file_has_and_what_made_it():
-    page = document([("wire-2cpu.json", a_result(notes=["Others disturbed nothing."]))])
-    [line] = [line for line in page.splitlines() if line.startswith("| qwen3-0.6b | 8 | greedy | 2cpu-amx_bf16 |")]
+    page = document([("protocol-2cpu.json", a_result(notes=["Others disturbed nothing."]))])
+    [line] = [line for line in page.splitlines() if line.startswith("| qwen3-0.6b | 8 | 2cpu-amx_bf16 |")]
     for cell in rows_of(a_result()["tables"]["steps"])[0].values():
         assert f" {shown(cell)} |" in line
     for text in (
@@ -105,9 +77,9 @@ def test_the_page_has_what_the_file_has_and_what_made_it():
         "torch 2.13.0",
         "1.2% of the cores' time",
         "| lead in steps | 2 |",
-        "`python -m benchmarks wire`",
-        "benchmarks/results/wire-2cpu.json",
-        "| gRPC against in process, b8, greedy, unary calls | ≥ 0.97 |  | 0.976, yes |",
+        "`python -m benchmarks protocol`",
+        "benchmarks/results/protocol-2cpu.json",
+        "| gRPC against in process | ≥ 0.97 |  | 0.976, yes |",
     ):
         assert text in page, text
 
@@ -126,12 +98,12 @@ def test_kinds_of_machines_stand_side_by_side_the_newest_of_each():
         "| two | 2cpu-amx_bf16 | 2.00 |",
         "| one | 2cpu-amx_bf16 | 1.00 |",
     ]
-    assert page.count("## What does gRPC cost?") == 1
+    assert page.count("## What does the protocol cost?") == 1
     assert "| file | `benchmarks/results/plain.json` | `benchmarks/results/amx.json` |" in page
 
 
 def test_every_question_is_asked_once_and_an_open_one_says_so():
-    page = document([("wire.json", a_result())])
+    page = document([("protocol.json", a_result())])
     headings = re.findall(r"^## (.*)$", page, re.MULTILINE)
     assert len(headings) == len({*headings}) == 2 + len(report.PAGE["question"])
     assert page.count("\nNot yet measured.\n") == len(report.PAGE["question"]) - 1
@@ -183,10 +155,10 @@ def test_a_file_of_another_kind_is_an_error_that_names_it(change):
 
 
 def test_the_program_writes_the_page_from_a_folder(tmp_path):
-    (tmp_path / "wire-2cpu.json").write_text(json.dumps(a_result()))
+    (tmp_path / "protocol-2cpu.json").write_text(json.dumps(a_result()))
     page = tmp_path / "docs" / "benchmarks.md"
     report.main(["--results", str(tmp_path), "--out", str(page)])
-    assert "0.976 (0.976 to 0.976)" in page.read_text(encoding="utf-8")
+    assert "0.976 (0.970 to 0.980)" in page.read_text(encoding="utf-8")
 
 
 def test_the_page_of_this_repository_is_that_of_its_results(tmp_path):

@@ -20,7 +20,7 @@ from benchmarks.parts import MIXED, Size, slope
 from benchmarks.picture import Bar, svg
 from benchmarks.profile import STAGE, Column, Profile, medians, rows
 from benchmarks.record import cell_rows
-from benchmarks.suite import EAGER
+from benchmarks.suite import EAGER, FULL_ROWS, HF_LAYERS, speeds
 from benchmarks.table import rows_of
 from ferrum_rpc.models.spec import ModelSpec
 from tests.tools.running import Scripted
@@ -35,15 +35,19 @@ def quick(quick_run):
 
 
 def test_a_quick_run_plays_every_cell_on_every_side(quick):
-    assert [cell["cell"] for cell in quick["cells"]] == [cell.name for cell in QUICK_CELLS]
-    for cell in quick["cells"]:
-        assert set(cell["sides"]) | set(quick["left_out"]) == {REFERENCE, INSIDE, *QUANTIZED, EAGER.name}
+    *cells, full_rows = quick["cells"]
+    assert [cell["cell"] for cell in cells] == [cell.name for cell in QUICK_CELLS]
+    assert full_rows["cell"] == "decode b3 @8, full-bf16" and set(full_rows["sides"]) == {REFERENCE, INSIDE}
+    assert full_rows["sides"][INSIDE]["same_tokens"] == full_rows["sides"][REFERENCE]["same_tokens"] == [2, 2]
+    for cell in cells:
+        sides = {REFERENCE, INSIDE, HF_LAYERS, *QUANTIZED, EAGER.name}
+        assert set(cell["sides"]) | set(quick["left_out"]) == sides
         assert set(cell["ratios"]) == set(cell["sides"]) - {REFERENCE}
         assert all(len(each["pairs"]) == 2 for each in cell["ratios"].values())
         assert cell["roof"]["tokens_per_s"] > 0
         assert cell["sides"][INSIDE]["same_tokens"] == cell["sides"][REFERENCE]["same_tokens"]
         assert cell["sides"][EAGER.name]["same_tokens"][1] == 2 * cell["batch"]
-    same, of = map(sum, zip(*(cell["sides"][EAGER.name]["same_tokens"] for cell in quick["cells"]), strict=True))
+    same, of = map(sum, zip(*(cell["sides"][EAGER.name]["same_tokens"] for cell in cells), strict=True))
     assert same > of / 2, "another engine with the same weights computes another model"
     assert quick["sides"][EAGER.name]["threads"] == quick["settings"]["threads"]
 
@@ -64,6 +68,21 @@ def test_a_quick_run_has_the_other_parts_and_makes_the_page(quick):
     page = report.document([("suite-2cpu.json", quick)])
     for each in rows_of(quick["tables"]["cells"]):
         assert f"| {each['cell']} | {each['side']} | " in page
+
+
+def test_what_grpc_costs_is_the_ratio_to_the_runner_in_process():
+    cell = CELLS[3]
+    found = [
+        {"cell": name, "sides": {}, "ratios": {INSIDE: {"median": value}}}
+        for name, value in ((cell.name, 0.98), (FULL_ROWS.name, 0.9))
+    ]
+    values = {each["what"]: each["value"] for each in speeds(found) if each["what"].startswith("gRPC")}
+    assert values == {
+        "gRPC against in process, b1, greedy, in a session": None,
+        "gRPC against in process, b8, greedy, in a session": None,
+        "gRPC against in process, b32, greedy, in a session": 0.98,
+        "gRPC against in process, b32, full bf16 rows": 0.9,
+    }
 
 
 async def test_sides_alternate_and_ratios_are_of_pairs():
