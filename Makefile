@@ -66,9 +66,7 @@ bench: .venv/.dev  ## How fast, beside limits and a peer, and what gRPC costs; w
 	@$(BIN)/python -m benchmarks protocol
 	@$(BIN)/python -m benchmarks trips
 	@$(BIN)/python -m benchmarks streams
-	@$(BIN)/python -m benchmarks streams --model qwen3-0.6b --tokens 64
-	@$(BIN)/python -m benchmarks fronts
-	@$(BIN)/python -m benchmarks fronts --model qwen3-0.6b --prompt 16 --tokens 12
+	@$(BIN)/python -m benchmarks streams --model qwen3-0.6b --prompt 16 --tokens 32
 	@$(BIN)/python -m benchmarks grammars
 	@$(BIN)/python -m benchmarks grammars --model qwen3-0.6b --tokens 8 --rounds 5
 	@$(BIN)/python -m benchmarks structured

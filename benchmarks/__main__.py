@@ -7,8 +7,8 @@ import sys
 from typing import Final
 
 NAMES: Final = (
-    *("peers", "suite", "protocol", "trips", "streams", "fronts", "grammars", "structured", "cache", "quantized"),
-    *("adapters", "memory", "prefix", "transfer", "ranks", "collectives", "profile", "launches", "states", "report"),
+    *("peers", "suite", "protocol", "trips", "streams", "grammars", "structured", "cache", "quantized", "adapters"),
+    *("memory", "prefix", "transfer", "ranks", "collectives", "profile", "launches", "states", "report"),
 )
 """Each is a module with a ``BENCHMARK``, or with a program that measures or writes something of its own."""
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import fcntl
 import json
 import math
+import os
+import random
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -203,6 +205,38 @@ def checkpoint(shape: str) -> Path:
             partial = CACHE / f"{shape}.partial"
             shutil.rmtree(partial, ignore_errors=True)
             write_checkpoint(partial, SHAPES[shape]).rename(folder)
+    return folder
+
+
+def with_words(shape: str) -> Path:
+    """The folder of a shape's checkpoint with a tokenizer: all bytes, and as many random words as there are tokens.
+    Every token but the ends has a text."""
+    folder, weights = CACHE / f"{shape}-words", checkpoint(shape)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        os.link(weights / name, folder / name)
+    config = SHAPES[shape]
+    ends = {config["bos_token_id"], config["eos_token_id"]}
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # how byte-level tokenizers write bytes
+    others = [byte for byte in range(256) if byte not in printable]
+    written = {byte: chr(byte) for byte in printable} | {byte: chr(256 + at) for at, byte in enumerate(others)}
+    words = dict.fromkeys(written[byte] for byte in range(256))
+    dice = random.Random(SEED)
+    while len(words) + len(ends) < config["vocab_size"]:
+        space = written[ord(" ")] * (dice.random() < 0.5)
+        words[space + "".join(dice.choices("abcdefghijklmnopqrstuvwxyz", k=dice.randint(2, 8)))] = None
+    numbers = [number for number in range(config["vocab_size"]) if number not in ends]
+    added = [
+        {"id": end, "content": f"<{end}>", "special": True, "single_word": False, "lstrip": False, "rstrip": False}
+        | {"normalized": False}
+        for end in sorted(ends)
+    ]
+    vocab = dict(zip(words, numbers, strict=False)) | {f"<{end}>": end for end in ends}
+    model = {"type": "BPE", "vocab": vocab, "merges": []}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    tokenizer = {"version": "1.0", "added_tokens": added, "pre_tokenizer": level, "decoder": level, "model": model}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     return folder
 
 

@@ -1,10 +1,12 @@
-"""What texts cost that arrive at any time: streams of the scheduler against lockstep batches of the same work.
+"""What texts cost that arrive at any time: streams of the scheduler against lockstep batches of the same work, and
+against the same texts by a worker through gRPC and by a router in front of the worker through HTTP.
 
-All ways take turns, so ratios are of one round, and each has prompts of its own, which no other one leaves in the
-prefix cache. A stream's rate is that of the time in which all callers are busy. Counts of the executor say whether the
-work is the same: how many texts a step has, and how many tokens are fed for each that is chosen. The other rounds ask
-how long the executor has the sequence of a text that is cancelled, and for fairness: a tenant with one caller against
-one with many.
+All ways have the same executor and take turns, so ratios are of one round, and each text has a prompt of its own,
+which no other one leaves in the prefix cache. A stream's rate is that of the time in which all callers are busy. Counts
+of the executor say whether the work is the same: how many texts a step has, and how many tokens are fed for each that
+is chosen. The processor time of every process says where the time goes: on a machine whose cores are all busy, what the
+worker, the router and the caller take is missing at the executor. The other rounds ask how long the executor has the
+sequence of a text whose client leaves, and for fairness: a tenant with one caller against one with many.
 """
 
 from __future__ import annotations
@@ -12,36 +14,46 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import os
 import random
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.metadata import version
 from typing import Any, Final
 
 import numpy as np
 
 from benchmarks.cases import SEED, model_path
 from benchmarks.compare import median, percentile, shares
+from benchmarks.engines.fronts import Came, Writer, worker_and_router
 from benchmarks.engines.grpc import connected
+from benchmarks.machine import processor_s
 from benchmarks.record import Benchmark, Option, Record, shape_of
 from benchmarks.table import target
 from ferrum_rpc.client import BatchResults, Counters, ExecutorClient, Run
 from ferrum_rpc.client import Sequence as CachedSequence
+from ferrum_rpc.runtime import choose_loop
 from ferrum_rpc.scheduler import Scheduler, TextRequest
 
-STREAMS: Final = (16, 64)  # texts at a time
-STEPS, RUNS, RANDOM = "lockstep, single steps", "lockstep, runs", "streams"
-WAYS: Final = (STEPS, RUNS, RANDOM)
-RUN_TOKENS: Final = 32
-TOKEN_BUDGET: Final = 512  # of prompts, in a step
+TEXTS: Final = (1, 16, 64)  # at a time
+STEPS, RUNS, STREAMS = "lockstep, single steps", "lockstep, runs", "streams"
+WORKER, ROUTER = "a worker, gRPC", "a router and a worker, HTTP"
+WAYS: Final = (STEPS, RUNS, STREAMS, WORKER, ROUTER)
+RUN_TOKENS: Final = 32  # as the scheduler has them by default
+LONE: Final = 4
+"""A text alone is this many times as long as one of several: its round would be over within the host's next stall."""
+
 TEXTS_OF_A_CALLER: Final = 2
 """Texts that a caller ends while streams are measured, on average, so that as many begin as end."""
 
-TARGET: Final = 0.9  # tokens a second of streams, of those of the faster lockstep, at least
 TEXTS_OF_A_TENANT: Final = 4
-CANCELS: Final = 200
-CANCELLED_AT: Final = 48  # tokens that a text has when it is cancelled, at most
-CANCEL_TARGET_MS: Final = 50.0  # milliseconds beyond a step until the sequence of a cancelled text is gone, at most
+CANCELS: Final = 100
+CANCELLED_AT: Final = 12  # tokens that a text has when its client leaves, at most
+CANCEL_TARGET_MS: Final = 50.0  # milliseconds beyond a step until the sequence of such a text is gone, at most
+BESIDE: Final = 16  # texts that go on while others are left, and callers of the other tenant
 SHAPE: Final = "qwen3-0.6b"
 FAIR: Final = (
     "Share of the tokens that a tenant with one caller gets, while another has many and one text runs at a time"
@@ -49,11 +61,6 @@ FAIR: Final = (
 DIGITS: Final = {"texts a step": 2, "fed a token": 3, "in steps": 3}
 FAIR_TARGET: Final = 0.5
 """Share of the tokens that a tenant with one caller gets beside one with many, at least, while it waits for a place."""
-
-Came = Callable[[int], None]
-Writer = Callable[[Sequence[int], int, Came], Coroutine[Any, Any, None]]
-"""Has a text written: behind a prompt, of so many tokens, whose arrival is told by calls with how many came together.
-If it is cancelled, its reader leaves."""
 
 SERVED: Final = {"device": "cpu", "kv-blocks": 4096, "lease-ttl-s": 600.0, "max-sequences": 256}
 
@@ -85,7 +92,7 @@ def steps_between(before: Counters, after: Counters, seconds: float) -> dict[str
 class Round:
     """One way's round: tokens a second, those of the ``whole`` of it, what the executor did, and of streams the times
     to the first tokens in seconds, and all ``tokens`` of the round. ``worked_s``: seconds that the cores worked in it
-    for a process, where that is asked."""
+    for each process."""
 
     rate: float
     whole: float
@@ -118,8 +125,8 @@ async def lockstep(client: ExecutorClient, work: Work, number: int, run_tokens: 
     took = time.perf_counter() - began
     steps = steps_between(before, (await client.status()).counters, took)
     await client.release(sequences)
-    rate = work.streams * work.tokens / took
-    return Round(rate, rate, steps)
+    tokens = work.streams * work.tokens
+    return Round(tokens / took, tokens / took, steps, tokens=tokens)
 
 
 async def _step(client: ExecutorClient, sequences: list[CachedSequence], last: list[int], run: Run | None) -> list[int]:
@@ -206,12 +213,10 @@ async def share(scheduler: Scheduler, work: Work) -> float:
     return counts["one"] / sum(counts.values())
 
 
-async def cancels(
-    client: ExecutorClient, write: Writer, work: Work, count: int, cancelled_at: int = CANCELLED_AT
-) -> dict[str, Any]:
+async def cancels(client: ExecutorClient, write: Writer, work: Work, count: int) -> dict[str, Any]:
     """How long the executor has the sequence of a text that its reader leaves while `Work.streams` others go on: from
-    the cancel to the answer of `ExecutorClient.status` that counts its release. The text then has ``cancelled_at``
-    tokens at most."""
+    the cancel to the answer of `ExecutorClient.status` that counts its release. The text then has `CANCELLED_AT` tokens
+    at most."""
     dice, others_released, others = random.Random(SEED), 0, list[asyncio.Task[None]]()
     longest = (await client.info()).model.max_context - work.prompt
 
@@ -223,7 +228,7 @@ async def cancels(
 
     async def left(number: int) -> tuple[float, float] | None:
         """Milliseconds, and those beyond a step of the executor meanwhile; None if another text ended meanwhile."""
-        wanted, reached = dice.randint(1, cancelled_at), asyncio.Event()
+        wanted, reached = dice.randint(1, CANCELLED_AT), asyncio.Event()
 
         def came(tokens: int) -> None:
             nonlocal wanted
@@ -293,75 +298,90 @@ class Goal:
     what: str
 
 
-LOCKSTEP: Final = Goal(RANDOM, (STEPS, RUNS), "of lockstep", TARGET, "that arrive at any time, of lockstep, Qwen3-0.6B")
+OF_LOCKSTEP: Final = "that arrive at any time, of lockstep, Qwen3-0.6B"
+OF_LIBRARY: Final = "of a router and a worker, of the scheduler as a library, Qwen3-0.6B"
+GOALS: Final = (
+    Goal(STREAMS, (STEPS, RUNS), "of lockstep", 0.9, OF_LOCKSTEP),
+    Goal(ROUTER, (STREAMS,), "of the library", 0.95, OF_LIBRARY),
+)
 
 
-def points(taken: Taken, goal: Goal, *, shaped: bool) -> list[dict[str, Any]]:
+def points(taken: Taken, *, shaped: bool) -> list[dict[str, Any]]:
     """Medians of the rounds, and ratios of a round. ``shaped``: the model is that of the targets."""
     found = []
     for (way, texts), rounds in taken.items():
-        best = np.max([[each.rate for each in taken[name, texts]] for name in goal.of], axis=0)
-        ratio = shares([each.rate for each in rounds], best.tolist())
-        what = f"{texts} text{'s' * (texts > 1)} {goal.what}" if shaped else ""
-        standing = target(what, ratio["median"], goal.bound) if way == goal.way else None
-        found.append({"way": way, "texts": texts, goal.column: ratio, "target": standing} | medians(rounds))
+        row: dict[str, Any] = {"way": way, "texts": texts, "target": None}
+        for goal in (each for each in GOALS if all((name, texts) in taken for name in each.of)):
+            best = np.max([[each.rate for each in taken[name, texts]] for name in goal.of], axis=0)
+            row[goal.column] = ratio = shares([each.rate for each in rounds], best.tolist())
+            if way == goal.way:
+                what = f"{texts} text{'s' * (texts > 1)} {goal.what}" if shaped else ""
+                row["target"] = target(what, ratio["median"], goal.bound)
+        found.append(row | medians(rounds))
     return found
 
 
 async def rounds_of(
-    options: argparse.Namespace,
-    vocab_size: int,
-    ways: Mapping[str, Take],
-    pace: str,
-    put: Callable[[Taken], None],
-    *,
-    lone: int = 1,
+    options: argparse.Namespace, vocab_size: int, ways: Mapping[str, Take], put: Callable[[Taken], None]
 ) -> None:
     """Rounds of all ways in turn for each number of texts, every other in the opposite order; callers begin within the
-    time that the way ``pace`` takes. A text alone is ``lone`` times as long as others. ``put`` saves what was taken so
-    far."""
+    time that the first way takes. ``put`` saves what was taken so far."""
     taken: dict[tuple[str, int], list[Round]] = {}
     numbers = itertools.count()
-    for texts in options.streams:
-        work = Work(texts, options.prompt, options.tokens * (lone if texts == 1 else 1), vocab_size)
+    for texts in options.texts:
+        work = Work(texts, options.prompt, options.tokens * (LONE if texts == 1 else 1), vocab_size)
         few = replace(work, tokens=min(8, work.tokens))
         rates = {name: (await take(few, next(numbers), 0.0)).rate for name, take in ways.items()}
         for number in range(options.rounds):
             for name, take in [*ways.items()][:: -1 if number % 2 else 1]:
-                found = await take(work, next(numbers), texts * work.tokens / rates[pace])
+                spread_s = texts * work.tokens / next(iter(rates.values()))
+                found = await take(work, next(numbers), spread_s)
                 taken.setdefault((name, texts), []).append(found)
                 rates[name] = found.rate
             told = ", ".join(f"{name} {rate:,.0f} tok/s" for name, rate in rates.items())
-            print(f"{texts} streams, round {number + 1}: {told}", flush=True)
+            print(f"{texts} texts, round {number + 1}: {told}", flush=True)
         put(taken)
 
 
 async def run(options: argparse.Namespace) -> Record:
     """Measure everything and write the file."""
-    told = f"of {options.tokens} tokens behind {options.prompt} each; runs of {RUN_TOKENS}"
-    record = Record(options, model=options.model, **SERVED, texts=told)
-    async with (
-        connected(model_path(options.model), SERVED) as (ours, client),
-        Scheduler(ours.target, run_tokens=RUN_TOKENS, token_budget=TOKEN_BUDGET) as scheduler,
-    ):
-        write = by_scheduler(scheduler)
-        ways: dict[str, Take] = {
-            STEPS: lambda work, number, _: lockstep(client, work, number, 0),
-            RUNS: lambda work, number, _: lockstep(client, work, number, RUN_TOKENS),
-            RANDOM: lambda work, number, spread_s: streams(client, write, work, number, spread_s),
-        }
+    model, smg = options.model, {WORKER, ROUTER} & {*options.ways}
+    told = (
+        f"of {options.tokens} tokens behind {options.prompt} each, alone {LONE * options.tokens}; runs of {RUN_TOKENS}"
+    )
+    router = {"router": f"smg {version('smg')}"} if smg else {}
+    record = Record(options, model=model, **SERVED, texts=f"{told}; runs of {RUN_TOKENS}", **router)
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        ours, client = await enter(connected(model_path(model), SERVED))
+        writers = {STREAMS: by_scheduler(await enter(Scheduler(ours.target)))}
+        processes = {"executor": ours.pid, "caller": os.getpid()}
+        if smg:
+            writers[WORKER], writers[ROUTER], more = await enter(worker_and_router(ours.target, model))
+            processes |= more
+
+        async def take(way: str, work: Work, number: int, spread_s: float) -> Round:
+            before = {name: processor_s(pid) for name, pid in processes.items()}
+            if way in writers:
+                found = await streams(client, writers[way], work, number, spread_s)
+            else:
+                found = await lockstep(client, work, number, RUN_TOKENS if way == RUNS else 0)
+            found.worked_s = {name: processor_s(pid) - before[name] for name, pid in processes.items()}
+            return found
 
         def put(taken: Taken) -> None:
-            record.put("ways", points(taken, LOCKSTEP, shaped=options.variant == SHAPE))
+            record.put("ways", points(taken, shaped=options.variant == SHAPE))
 
-        await rounds_of(options, ours.vocab_size, ways, RUNS, put)
-        work = Work(options.streams[0], options.prompt, options.tokens, ours.vocab_size)
-        if options.cancels:
-            left = await cancels(client, write, work, options.cancels)
-            record.put("cancels", [left])
-            async with Scheduler(ours.target, run_tokens=RUN_TOKENS, max_running=1) as narrow:
-                own = await share(narrow, work)
-            record.save(notes=[f"{FAIR}: {own:.2f} (at least {FAIR_TARGET:g})"])
+        ways = {way: partial(take, way) for way in options.ways}
+        await rounds_of(options, ours.vocab_size, ways, put)
+        work = Work(1 if options.quick else BESIDE, options.prompt, options.tokens, ours.vocab_size)
+        left = list[dict[str, Any]]()
+        for way in writers if options.cancels else ():
+            left.append({"way": way, **await cancels(client, writers[way], work, options.cancels)})
+            record.put("leaves", left)
+        async with Scheduler(ours.target, max_running=1) as narrow:
+            own = await share(narrow, work)
+        record.save(notes=[f"{FAIR}: {own:.2f} (at least {FAIR_TARGET:g})"])
     return record
 
 
@@ -369,12 +389,14 @@ BENCHMARK: Final = Benchmark(
     "streams",
     run,
     (
-        Option("--model", "demo", "demo, identity or a shape of benchmarks/shapes.json"),
-        Option("--streams", list(STREAMS), "texts at a time"),
-        Option("--tokens", 256, "of a text", 16),
-        Option("--prompt", 64, "tokens of a prompt", 8),
-        Option("--cancels", CANCELS, "of texts while others go on, and fairness; 0: neither", 4),
+        Option("--model", "demo", "demo or a shape of benchmarks/shapes.json"),
+        Option("--ways", list(WAYS), "of texts", choices=WAYS),
+        Option("--texts", list(TEXTS), "at a time", [2]),
+        Option("--tokens", 128, "of a text", 8),
+        Option("--prompt", 64, "tokens of a prompt", 16),
+        Option("--cancels", CANCELS, "of clients that leave, by each way; 0: none", 2),
     ),
     rounds=3,
     variant=shape_of,
+    loop=choose_loop("auto").make,
 )

@@ -1,6 +1,5 @@
 """Every benchmark without a file of its own here: its quick run, and how its figures are made of what it took."""
 
-import importlib
 import json
 import re
 from contextlib import AsyncExitStack
@@ -20,7 +19,7 @@ from benchmarks import (
     structured,
     trips,
 )
-from benchmarks.cases import CONTEXT, DECODE, SHAPES, Cell, write_checkpoint
+from benchmarks.cases import CONTEXT, DECODE, SHAPES, Cell, with_words, write_checkpoint
 from benchmarks.engines.grpc import Client
 from benchmarks.engines.inprocess import Inside
 from benchmarks.machine import ROOT
@@ -52,38 +51,64 @@ def test_the_stages_of_a_step_add_up_to_the_whole():
     assert sum(stages.values()) == 9.0
 
 
-# --- streams, trips, fronts -------------------------------------------------------------------------------------------
+# --- streams, trips ---------------------------------------------------------------------------------------------------
 
 
-def test_streams_take_every_way(quick_run):
-    found = quick_run(streams, "--model", "identity", "--streams", "3", "--prompt", "32")
-    rows = rows_of(found["tables"]["ways"])
+def test_streams_take_every_way_of_a_shape_without_a_tokenizer(quick_run):
+    for package in ("smg_grpc_proto", "smg"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    found = quick_run(streams, "--model", "tiny", "--rounds", "1")
+    rows, leaves = (rows_of(found["tables"][name]) for name in ("ways", "leaves"))
     assert [each["way"] for each in rows] == list(streams.WAYS)
-    assert all(each["tokens/s"] > 0 for each in rows)
-    assert [each["fed a token"] for each in rows[:2]] == [round((32 + 15) / 16, 3)] * 2  # none cached
-    assert [each["texts a step"] for each in rows[:2]] == [3.0] * 2
-    assert all(0 < each["in steps"] <= 1 for each in rows)
-    assert [each["first token, ms"] is None for each in rows] == [True, True, False]
+    for each in rows:
+        assert each["tokens/s"] > 0 and 0 < each["in steps"] <= 1 and each["texts a step"] <= 2
+        assert each["fed a token"] == pytest.approx((16 + 7) / 8, rel=0.2), "some text found its prompt in the cache"
+        assert min(each[f"{name}, µs"] for name in ("executor", "worker", "router", "caller")) >= 0
+        assert (each["first token, ms"] is None) == (each["way"] in {streams.STEPS, streams.RUNS})
+    assert all(0 < each["first token, ms"] <= each["p99"] for each in rows[2:])
+    assert [each["of the library"]["median"] == 1.0 for each in rows] == [False, False, True, False, False]
+    assert [each["way"] for each in leaves] == list(streams.WAYS[2:])
+    for each in leaves:
+        assert 0 < each["sequence gone, ms"] <= each["p99"] <= each["longest"] and each["cancels"] == 2
+        assert each["beyond a step, ms"] < each["longest"]
     assert streams.FAIR in found["notes"][0]
-    [left] = rows_of(found["tables"]["cancels"])
-    assert 0 < left["sequence gone, ms"] <= left["p99"] <= left["longest"] and left["cancels"] == 4
-    assert left["beyond a step, ms"] < left["longest"]
 
 
-def test_streams_are_compared_with_the_faster_lockstep_of_their_round():
-    steps = {"texts a step": 16.0, "fed a token": 1.2, "in steps": 0.9}
+def test_lockstep_alone_needs_no_router(quick_run):
+    ways = [streams.STEPS, streams.RUNS]
+    found = quick_run(
+        streams, "--model", "identity", "--texts", "3", "--prompt", "32", "--tokens", "16", "--ways", *ways
+    )
+    rows = rows_of(found["tables"]["ways"])
+    assert [each["way"] for each in rows] == ways and "router" not in found["settings"]
+    assert [each["fed a token"] for each in rows] == [round((32 + 15) / 16, 3)] * 2  # none cached
+    assert [each["texts a step"] for each in rows] == [3.0] * 2 and "of the library" not in rows[0]
+
+
+def test_ratios_of_streams_are_of_a_round_and_times_of_a_token():
+    def turns(*rates, worker_s=0.0, first=()):
+        steps = {"texts a step": 16.0, "fed a token": 1.2, "in steps": 0.9}
+        return [Round(rate, rate / 2, steps, list(first), 1000, {"worker": worker_s}) for rate in rates]
+
     taken = {
-        (streams.STEPS, 16): [Round(100.0, 100.0, steps), Round(300.0, 300.0, steps)],
-        (streams.RUNS, 16): [Round(200.0, 200.0, steps), Round(200.0, 200.0, steps)],
-        (streams.RANDOM, 16): [Round(100.0, 90.0, steps, [0.1, 0.3]), Round(240.0, 110.0, steps, [0.2])],
+        (streams.STEPS, 16): turns(100.0, 300.0),
+        (streams.RUNS, 16): turns(200.0, 200.0),
+        (streams.STREAMS, 16): turns(100.0, 240.0, first=(0.1, 0.3)),
+        (streams.WORKER, 16): turns(90.0, 240.0, worker_s=0.25),
+        (streams.ROUTER, 16): turns(50.0, 216.0, worker_s=0.5),
     }
-    _, _, found = streams.points(taken, streams.LOCKSTEP, shaped=True)
-    assert found["of lockstep"] == {"median": 0.65, "low": 0.5, "high": 0.8}
-    assert (found["first token, ms"], found["target"]["value"], bound_of(found["target"])) == (200.0, 0.65, "≥ 0.9")
-    assert found["target"]["what"].startswith("16 texts that arrive at any time, of lockstep")
-    assert not streams.points(taken, streams.LOCKSTEP, shaped=False)[-1]["target"]["what"]
-    figures = [found[name] for name in ("whole round, tokens/s", "texts a step", "fed a token", "in steps")]
-    assert figures == [100.0, 16.0, 1.2, 0.9]
+    steps, _, library, worker, router = streams.points(taken, shaped=True)
+    assert library["of lockstep"] == {"median": 0.65, "low": 0.5, "high": 0.8}
+    assert (library["first token, ms"], library["target"]["value"]) == (200.0, 0.65)
+    assert bound_of(library["target"]) == "≥ 0.9"
+    assert library["target"]["what"].startswith("16 texts that arrive at any time, of lockstep")
+    assert library["of the library"]["median"] == 1.0 and steps["target"] is None is worker["target"]
+    assert worker["of the library"] == {"median": 0.95, "low": 0.9, "high": 1.0} and worker["worker, µs"] == 250
+    assert router["of the library"]["median"] == router["target"]["value"] == 0.7
+    assert bound_of(router["target"]) == "≥ 0.95"
+    assert not any(each["target"] and each["target"]["what"] for each in streams.points(taken, shaped=False))
+    names = ("whole round, tokens/s", "texts a step", "fed a token", "in steps")
+    assert [library[name] for name in names] == [85.0, 16.0, 1.2, 0.9]
 
 
 def test_no_two_prompts_of_streams_begin_alike():
@@ -130,48 +155,10 @@ def test_ratios_of_trips_and_their_percentiles_are_of_the_same_round():
     assert (bound_of(with_runs["target"]), steps["target"]) == ("≤ 2", None)
 
 
-@pytest.fixture
-def fronts():
-    for package in ("smg_grpc_proto", "smg"):
-        pytest.importorskip(package, reason=f"{package} is not installed")
-    return importlib.import_module("benchmarks.fronts")
-
-
-def test_fronts_take_every_way_of_a_shape_without_a_tokenizer(quick_run, fronts):
-    found = quick_run(fronts, "--model", "tiny", "--rounds", "1")
-    rows, leaves = (rows_of(found["tables"][name]) for name in ("ways", "leaves"))
-    assert [each["way"] for each in rows] == list(fronts.WAYS)
-    for each in rows:
-        assert each["tokens/s"] > 0 and 0 < each["in steps"] <= 1 and each["texts a step"] <= 2
-        assert 0 < each["first token, ms"] <= each["p99"]
-        assert each["fed a token"] == pytest.approx((16 + 7) / 8, rel=0.2), "some text found its prompt in the cache"
-        assert min(each[f"{name}, µs"] for name in ("worker", "router", "caller")) >= 0 < each["executor, µs"]
-    assert [each["of the library"]["median"] == 1.0 for each in rows] == [True, False, False]
-    assert [each["way"] for each in leaves] == list(fronts.WAYS)
-    assert all(0 < each["sequence gone, ms"] <= each["longest"] and each["cancels"] == 2 for each in leaves)
-
-
-def test_ratios_of_fronts_are_of_a_round_and_times_of_a_token(fronts):
-    def turns(*rates, worker_s):
-        steps = {"texts a step": 1.0, "fed a token": 1.5, "in steps": 0.9}
-        return [Round(rate, rate, steps, [0.1], 1000, {"worker": worker_s}) for rate in rates]
-
-    taken = {
-        (fronts.LIBRARY, 16): turns(100.0, 200.0, 400.0, worker_s=0.0),
-        (fronts.WORKER, 16): turns(90.0, 160.0, 400.0, worker_s=0.25),
-        (fronts.ROUTER, 16): turns(50.0, 180.0, 200.0, worker_s=0.5),
-    }
-    library, worker, router = streams.points(taken, fronts.OF_LIBRARY, shaped=True)
-    assert library["of the library"] == {"median": 1.0, "low": 1.0, "high": 1.0} and library["target"] is None
-    assert worker["of the library"] == {"median": 0.9, "low": 0.8, "high": 1.0} and worker["worker, µs"] == 250
-    assert router["of the library"] == {"median": 0.5, "low": 0.5, "high": 0.9}
-    assert router["target"]["value"] == 0.5 and bound_of(router["target"]) == "≥ 0.95"
-
-
 def test_the_made_tokenizer_has_a_text_for_every_token_but_the_ends():
     from ferrum_rpc.fronts.folder import FolderTokenizer
 
-    tokenizer = FolderTokenizer(grammars.with_words("tiny") / "tokenizer.json")
+    tokenizer = FolderTokenizer(with_words("tiny") / "tokenizer.json")
     tokens = tokenizer.encode("Some text.")
     assert tokenizer.decode(tokens) == "Some text." and len(tokens) == 10
     assert [token for token in range(512) if not tokenizer.decode([token])] == [1, 2]
