@@ -1,4 +1,4 @@
-"""What the prefix cache gains and costs: prompts that begin alike, a conversation, misses, and its books.
+"""What the prefix cache gains and costs: prompts that begin alike, misses, and its books.
 
 Sides with and without the cache take their rounds in turn, so that ratios are of one run. A round that must find
 nothing of earlier ones has a salt of its own. Peers that are installed get the same prompts and the same weights; none
@@ -35,17 +35,13 @@ MISS_TARGET: Final = 1.01  # step with the cache that finds nothing, of one with
 BOOKS_TARGET: Final = 0.05
 """Of a decode step of the timed shape at b32: the books of a step of `LIVE` sequences, at most."""
 
-SEQUENCES: Final = 1000
+SEQUENCES: Final = 1000  # of the identity model, which computes next to nothing
+FEWER: Final = 48  # of another one
 SEEN: Final = Cell(PREFILL, 1, 528, shared=512)  # a prompt, and how much of it is the same in all
 CALL_TOKENS: Final = 8192  # of the prompts of a call, at most
-ALONE: Final = 200  # sequences, where a call has one prompt
-SAMPLE: Final = 16  # sequences of a round without the cache, of a model for which all would take too long
-TURNS: Final = 20
-TURN: Final = 24  # tokens that a turn of the conversation adds
 MISSES: Final = ((Cell(PREFILL, 1, 512), 8), (Cell(DECODE, 32, 256), 8))  # cells, and pairs of rounds of each
 MISS_ROUND_S: Final = 1.0
 QUICK_SEEN: Final = Cell(PREFILL, 1, 24, most=4, shared=16)
-QUICK_TURNS: Final = 4
 QUICK_MISSES: Final = ((Cell(PREFILL, 1, 24, most=4), 2), (Cell(DECODE, 3, 8, most=4), 2))
 KV_BLOCKS: Final = 2048
 PEER_NAMES: Final = ("vLLM CPU bf16", "OpenVINO GenAI bf16")
@@ -87,108 +83,42 @@ async def feed(
 
 
 async def crowd(
-    client: ExecutorClient, prompts: Sequence[list[int]], at_once: int, rounds: int, sample: int | None = None
+    client: ExecutorClient, prompts: Sequence[list[int]], at_once: int, rounds: int
 ) -> dict[str, list[Taken]]:
-    """Rounds of both sides in turn. All of ``prompts`` are a round, and its sequences live at once. With a ``sample``
-    the rounds share them, those with the cache live until the last round ends, and without it a round takes so many."""
+    """Rounds of both sides in turn. Sequences of a round live at once."""
     taken: dict[str, list[Taken]] = {side: [] for side in MODES}
-    share = len(prompts) if sample is None else -(-len(prompts) // rounds)
-    kept: list[ClientSequence] = []
     for number in range(rounds):
-        start = 0 if sample is None else number * share
-        salt = b"crowd %d of %d" % (0 if sample else number, at_once)
-        for side, most in ((ON, share), (OFF, sample or share)):
-            found, live = await feed(client, prompts[start : start + share][:most], at_once, side, salt)
-            taken[side].append(found)
-            if sample is None or side == OFF:
-                await client.release(live)
-            else:
-                kept += live
-    await client.release(kept)
+        for side, found in taken.items():
+            each, live = await feed(client, prompts, at_once, side, b"crowd %d of %d" % (number, at_once))
+            found.append(each)
+            await client.release(live)
     return taken
 
 
-def crowd_rows(model: str, at_once: int, sequences: int, taken: Mapping[str, list[Taken]]) -> list[dict[str, Any]]:
-    """Of ``sequences`` prompts, as many as were measured or more: what those took, in proportion. Without the cache, of
-    with it: of seconds the median of the rounds."""
-    rows: list[dict[str, Any]] = []
-    for side, rounds in taken.items():
-        measured = sum(each.sequences for each in rounds)
-        whole = sequences / measured
-        rows.append(
-            {
-                "model": model,
-                "prompts a call": at_once,
-                "cache": side,
-                "measured": measured,
-                "blocks": round(whole * sum(each.blocks for each in rounds)),
-                "tokens computed": round(whole * sum(each.computed for each in rounds)),
-                "seconds": round(whole * sum(sum(each.seconds) for each in rounds), 3),
-                "a call, ms": spread([call for each in rounds for call in each.seconds[1:]], digits=3),
-                "first call, ms": round(1e3 * rounds[0].seconds[0], 3),
-            }
-        )
-    without, with_it = ([sum(each.seconds) / each.sequences for each in taken[side]] for side in (OFF, ON))
+def crowd_rows(model: str, at_once: int, taken: Mapping[str, list[Taken]]) -> list[dict[str, Any]]:
+    """Without the cache, of with it: of seconds the median of the rounds."""
+    rows: list[dict[str, Any]] = [
+        {
+            "model": model,
+            "prompts a call": at_once,
+            "cache": side,
+            "sequences": rounds[0].sequences,
+            "blocks": max(each.blocks for each in rounds),
+            "tokens computed": max(each.computed for each in rounds),
+            "seconds": median(sum(each.seconds) for each in rounds),
+            "a call, ms": spread([call for each in rounds for call in each.seconds[1:]], digits=3),
+            "first call, ms": median(1e3 * each.seconds[0] for each in rounds),
+        }
+        for side, rounds in taken.items()
+    ]
     on, off = rows
     on["blocks without, ×"] = round(off["blocks"] / on["blocks"], 2)
     on["computed without, ×"] = less = round(off["tokens computed"] / on["tokens computed"], 2)
-    what = f"1,000 prompts that share 512 tokens, {model}: computed without the prefix cache, of with it"
-    on["target"] = target(what, less, LESS_TARGET, unit=" ×") if sequences >= SEQUENCES else None
+    what = f"{on['sequences']:,} prompts that share 512 tokens, {model}: computed without the prefix cache, of with it"
+    on["target"] = target(what, less, LESS_TARGET, unit=" ×")
+    without, with_it = ([sum(each.seconds) for each in taken[side]] for side in (OFF, ON))
     on["seconds without, ×"] = shares(without, with_it)
     return rows
-
-
-# --- a conversation ---------------------------------------------------------------------------------------------------
-
-
-async def talk(client: ExecutorClient, tokens: Sequence[int], side: str, salt: bytes) -> list[tuple[int, float]]:
-    """Turns of a new sequence each, with all that was said before and `TURN` tokens more; the one before it is
-    released. Tokens that were computed, and seconds to the first token."""
-    found = []
-    for end in range(TURN, len(tokens) + 1, TURN):
-        async with client.sequence(cache_salt=salt, cache_mode=MODES[side]) as sequence:
-            began = time.perf_counter()
-            answer = await sequence.prefill(tokens[:end])
-            found.append((end - answer.cached_tokens, time.perf_counter() - began))
-    return found
-
-
-async def conversation(at: Session, length: int, rounds: int) -> list[dict[str, Any]]:
-    """Rounds of both sides in turn, of so many turns."""
-    client, vocab_size = at
-    talks: dict[str, list[list[tuple[int, float]]]] = {side: [] for side in MODES}
-    for number in range(rounds):
-        [said] = Cell(PREFILL, 1, length * TURN).fresh(vocab_size, number, 0).tolist()
-        for side, each in talks.items():
-            each.append(await talk(client, said, side, b"talk %d" % number))
-    return turns(talks)
-
-
-def turns(taken: Mapping[str, list[list[tuple[int, float]]]]) -> list[dict[str, Any]]:
-    """Of each turn: tokens that it has and that are new, what can be found least is to compute (a block that was full
-    in part is computed again), what was computed at most, and milliseconds with the cache and without; and of all."""
-    found: list[dict[str, Any]] = []
-    for index in range(len(taken[ON][0])):
-        before = index * TURN
-        ms = {f"{side}, ms": median(1e3 * talk[index][1] for talk in talks) for side, talks in taken.items()}
-        found.append(
-            {
-                "turn": f"{index + 1}",
-                "tokens": before + TURN,
-                "new": TURN,
-                "to compute": TURN + before % BLOCK_SIZE,
-                "computed": max(talk[index][0] for talk in taken[ON]),
-                **ms,
-            }
-        )
-    sums = {name: sum(each[name] for each in found) for name in found[0] if name != "turn"}
-    return [*found, {"turn": f"all {len(found)}"} | {name: round(value, 1) for name, value in sums.items()}]
-
-
-def in_whole_blocks(every: Mapping[str, Any]) -> dict[str, Any]:
-    """The target of all turns."""
-    what = f"a conversation of {TURNS} turns: tokens computed, of the new ones in whole blocks"
-    return target(what, every["computed"] / every["to compute"], 1.0, least=False)
 
 
 # --- a miss -----------------------------------------------------------------------------------------------------------
@@ -315,40 +245,38 @@ def share(found: Sequence[Mapping[str, Any]], decode: Mapping[str, Any]) -> list
 
 async def run(options: argparse.Namespace) -> Record:
     """Measure everything and write the file."""
-    quick = options.quick
+    quick, rounds = options.quick, options.rounds
     seen, misses = (QUICK_SEEN, QUICK_MISSES) if quick else (SEEN, MISSES)
     here = Contest(options)
-    record, rounds, sequences = here.record, options.rounds, options.sequences
-    told = f"{sequences}, of {seen.shared} tokens that are shared and {seen.context - seen.shared} of their own"
+    record, rows = here.record, {name: list[dict[str, Any]]() for name in here.record.values["tables"]}
+    told = f"of {seen.shared} tokens that are shared and {seen.context - seen.shared} of their own"
     record.values["settings"]["prompts"] = told
-    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in record.values["tables"]}
 
-    def add(part: str, *found: dict[str, Any], **more: Any) -> None:
+    def add(part: str, *found: dict[str, Any]) -> None:
         rows[part] += found
-        record.put(part, rows[part], **more)
+        record.put(part, rows[part])
         print(f"{part}: {len(rows[part])} rows", flush=True)
 
-    async def crowds(model: str, at: Session, most: int, sample: int | None = None) -> None:
-        prompts = seen.fresh(at[1], most, sequences - 1).tolist()[: ALONE if most == 1 else None]
-        add("crowds", *crowd_rows(model, most, sequences, await crowd(at[0], prompts, most, rounds, sample)))
+    async def crowds(model: str, at: Session, at_once: int, sequences: int) -> None:
+        prompts = seen.fresh(at[1], at_once, sequences - 1).tolist()
+        add("crowds", *crowd_rows(model, at_once, await crowd(at[0], prompts, at_once, rounds)))
 
     async def misses_of(model: str, at: Session, *some: tuple[Cell, int]) -> None:
         for cell, pairs in some:
             add("misses", await miss(model, at, cell, pairs, options.round_seconds if quick else MISS_ROUND_S))
 
     counted = books(QUICK_SIZES if quick else SIZES, BOOK_ROUNDS)
-    at_once, blocks = CALL_TOKENS // seen.context, sequences * -(-seen.context // BLOCK_SIZE) + KV_BLOCKS
+    at_once, sequences = CALL_TOKENS // seen.context, options.sequences
     settings = {"device": "cpu", "threads": options.threads, "lease-ttl-s": TIMEOUT_S}
+    blocks = sequences * -(-seen.context // BLOCK_SIZE) + KV_BLOCKS
     async with connected(IDENTITY, settings | {"kv-blocks": blocks}) as (ours, client):
-        await crowds(IDENTITY, (client, ours.vocab_size), at_once)
+        await crowds(IDENTITY, (client, ours.vocab_size), at_once, sequences)
         await misses_of(IDENTITY, (client, ours.vocab_size), misses[-1])
     async with connected(here.folder, settings | {"kv-blocks": KV_BLOCKS}) as (ours, client):
         at = client, ours.vocab_size
         record.values["sides"][REFERENCE] = facts(REFERENCE, (await client.info()).device)
-        for most in (1, at_once):
-            await crowds(here.model, at, most, SAMPLE)
-        talked = await conversation(at, QUICK_TURNS if quick else TURNS, rounds)
-        add("talk", *talked, targets=[in_whole_blocks(talked[-1])])
+        for each in (1, at_once):
+            await crowds(here.model, at, each, min(FEWER, sequences))
         await misses_of(here.model, at, *misses)
         add("books", *share(counted, rows["misses"][-1]))
         await beside(here, at, seen)

@@ -3,12 +3,10 @@
 import asyncio
 from types import SimpleNamespace
 
-import pytest
-
 from benchmarks import prefix
 from benchmarks.cases import DECODE, PREFILL, SHAPES, Cell
 from benchmarks.limits import roof
-from benchmarks.prefix import OFF, ON, QUICK_SIZES, Books, Taken, book_figures, crowd, crowd_rows, talk, turns
+from benchmarks.prefix import OFF, ON, QUICK_SIZES, Books, Taken, book_figures, crowd, crowd_rows
 from benchmarks.table import bound_of
 from ferrum_rpc.client import ExecutorClient
 from ferrum_rpc.models.spec import ModelSpec
@@ -32,47 +30,32 @@ def test_the_limit_of_a_prompt_that_was_seen_is_that_of_its_rest():
     assert whole["bound_by"] == "matrix products" and seen["bound_by"] == "memory"
 
 
-@pytest.mark.parametrize("sample", [None, 4])
-async def test_a_crowd_computes_and_holds_what_it_shares_once(sample):
+async def test_a_crowd_computes_and_holds_what_it_shares_once():
     prompts = PROMPT.fresh(250, 0, 11).tolist()
     async with (
         serve_identity(block_size=16, kv_blocks=128) as served,
         ExecutorClient(served.target, session=True) as client,
     ):
-        taken = await crowd(client, prompts, 5, 2, sample)
+        taken = await crowd(client, prompts, 5, 2)
         assert (await client.status()).blocks.used == 0
     on, off = ((found.sequences, found.blocks, found.computed) for found in (taken[ON][0], taken[OFF][0]))
-    if sample is None:
-        assert (on, off) == ((12, 2 + 12, 32 + 12 * 8), (12, 36, 480))
-        assert taken[ON][1].computed == taken[ON][0].computed, "a round finds what one before it left"
-    else:
-        assert (on, off) == ((6, 2 + 6, 32 + 6 * 8), (4, 12, 160))
-        assert taken[ON][1].computed == 6 * 8
-    assert [len(found.seconds) for found in taken[ON]] == ([4, 4] if sample is None else [2, 2])
+    assert (on, off) == ((12, 2 + 12, 32 + 12 * 8), (12, 36, 480))
+    assert taken[ON][1].computed == taken[ON][0].computed, "a round finds what one before it left"
+    assert [len(found.seconds) for found in taken[ON]] == [4, 4]
 
 
-def test_figures_of_a_crowd_are_in_proportion_and_ratios_of_the_same_round():
+def test_ratios_of_a_crowd_are_of_the_same_round():
     taken = {
-        ON: [Taken(50, 82, 1312, [1.0] + [0.5] * 49), Taken(50, 50, 800, [0.5] * 50)],
-        OFF: [Taken(2, 66, 1056, [4.0, 4.0]), Taken(2, 66, 1056, [5.0, 5.0])],
+        ON: [Taken(1000, 1032, 16512, [1.0] + [0.5] * 2), Taken(1000, 1032, 16512, [0.5] * 4)],
+        OFF: [Taken(1000, 33000, 528000, [4.0, 4.0]), Taken(1000, 33000, 528000, [5.0, 5.0])],
     }
-    on, off = crowd_rows("m", 1, 100, taken)
-    assert [each["measured"] for each in (on, off)] == [100, 4]
-    assert [each["blocks"] for each in (on, off)] == [132, 3300]
-    assert [each["tokens computed"] for each in (on, off)] == [2112, 52800]
-    assert (on["blocks without, ×"], on["computed without, ×"], on["target"]) == (25, 25, None)
-    assert on["seconds without, ×"] == {"median": pytest.approx(8.922, abs=1e-3), "low": 7.843, "high": 10.0}
-    assert on["first call, ms"] == 1000 and on["a call, ms"]["median"] == 500
-
-
-async def test_a_turn_computes_what_is_new_in_whole_blocks():
-    said = list(range(6 * prefix.TURN))
-    async with serve_identity(block_size=16, kv_blocks=64) as served, ExecutorClient(served.target) as client:
-        talks = {side: [await talk(client, said, side, b"")] for side in (ON, OFF)}
-    assert [computed for computed, _ in talks[OFF][0]] == [24, 48, 72, 96, 120, 144]
-    *found, every = turns(talks)
-    assert [each["computed"] for each in found] == [each["to compute"] for each in found] == [24, 32] * 3
-    assert (every["turn"], every["computed"], every["to compute"]) == ("all 6", 168, 168)
+    on, off = crowd_rows("qwen3-0.6b", 15, taken)
+    assert [each["seconds"] for each in (on, off)] == [2.0, 9.0]
+    assert (on["blocks without, ×"], on["computed without, ×"]) == (31.98, 31.98)
+    assert on["target"]["value"] == 31.98 and bound_of(on["target"]) == "≥ 20 ×"
+    assert on["target"]["what"].startswith("1,000 prompts that share 512 tokens")
+    assert on["seconds without, ×"] == {"median": 4.5, "low": 4.0, "high": 5.0}
+    assert on["first call, ms"] == 750 and on["a call, ms"]["median"] == 500
 
 
 async def test_a_miss_is_set_beside_the_same_step_without_the_cache():
@@ -111,12 +94,8 @@ def test_a_peer_that_is_not_installed_is_left_out_and_nothing_is_installed(tmp_p
     assert not list(tmp_path.iterdir())
 
 
-def test_targets_are_of_the_rows():
-    taken = {ON: [Taken(1000, 1032, 16512, [0.1] * 2)], OFF: [Taken(1000, 33000, 528000, [1.0] * 2)]}
-    crowd_target = crowd_rows("qwen3-0.6b", 15, 1000, taken)[0]["target"]
-    assert crowd_target["value"] == pytest.approx(31.98, abs=0.01) and bound_of(crowd_target) == "≥ 20 ×"
+def test_targets_of_the_books_are_of_the_rows():
     miss = {f"{ON}, ms": {"median": 100.0}}
     slow = [[[each] * 32] for each in (0.001, 0.002)]
     sizes = [book_figures(size, steps, slow[0]) for size, steps in zip(QUICK_SIZES, slow, strict=True)]
     assert [each["target"]["value"] for each in prefix.share(sizes, miss)] == [0.02, 0.02]
-    assert prefix.in_whole_blocks(turns({side: [[(24, 0.001)]] for side in (ON, OFF)})[-1])["value"] == 1.0
