@@ -6,7 +6,7 @@ which no other one leaves in the prefix cache. A stream's rate is that of the ti
 of the executor say whether the work is the same: how many texts a step has, and how many tokens are fed for each that
 is chosen. The processor time of every process says where the time goes: on a machine whose cores are all busy, what the
 worker, the router and the caller take is missing at the executor. The other rounds ask how long the executor has the
-sequence of a text whose client leaves, and for fairness: a tenant with one caller against one with many.
+sequence of a text whose client leaves.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import itertools
 import os
 import random
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,7 +27,7 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks.cases import SEED, model_path
-from benchmarks.compare import median, percentile, shares
+from benchmarks.compare import alternate, median, percentile, shares
 from benchmarks.engines.fronts import Came, Writer, worker_and_router
 from benchmarks.engines.grpc import connected
 from benchmarks.machine import processor_s
@@ -49,19 +49,12 @@ LONE: Final = 4
 TEXTS_OF_A_CALLER: Final = 2
 """Texts that a caller ends while streams are measured, on average, so that as many begin as end."""
 
-TEXTS_OF_A_TENANT: Final = 4
 CANCELS: Final = 100
 CANCELLED_AT: Final = 12  # tokens that a text has when its client leaves, at most
 CANCEL_TARGET_MS: Final = 50.0  # milliseconds beyond a step until the sequence of such a text is gone, at most
-BESIDE: Final = 16  # texts that go on while others are left, and callers of the other tenant
+BESIDE: Final = 16  # texts that go on while others are left
 SHAPE: Final = "qwen3-0.6b"
-FAIR: Final = (
-    "Share of the tokens that a tenant with one caller gets, while another has many and one text runs at a time"
-)
 DIGITS: Final = {"texts a step": 2, "fed a token": 3, "in steps": 3}
-FAIR_TARGET: Final = 0.5
-"""Share of the tokens that a tenant with one caller gets beside one with many, at least, while it waits for a place."""
-
 SERVED: Final = {"device": "cpu", "kv-blocks": 4096, "lease-ttl-s": 600.0, "max-sequences": 256}
 
 
@@ -102,8 +95,6 @@ class Round:
     worked_s: Mapping[str, float] = field(default_factory=dict)
 
 
-Take = Callable[[Work, int, float], Coroutine[Any, Any, Round]]
-"""A round of one way: its work, a number that no other round has, and the seconds in which streams begin."""
 Taken = Mapping[tuple[str, int], Sequence[Round]]  # by way and texts at a time
 
 
@@ -187,30 +178,6 @@ async def streams(client: ExecutorClient, write: Writer, work: Work, number: int
         took, tokens, found = time.perf_counter() - began, counted - tokens, first[firsts:]
         steps = steps_between(before, (await client.status()).counters, took)
     return Round(tokens / took, counted / (time.perf_counter() - opened), steps, found, counted)
-
-
-async def share(scheduler: Scheduler, work: Work) -> float:
-    """The share of the tokens that a tenant with one caller gets while another has `Work.streams` callers, and one text
-    at a time runs."""
-    counts = {"many": 0, "one": 0}
-    done = asyncio.Event()
-
-    async def caller(tenant: str, at: int) -> None:
-        number = 0
-        while not done.is_set():
-            prompt = work.text(10**9 + at * 1000 + number)
-            stream = scheduler.submit(
-                TextRequest(prompt=prompt, max_tokens=max(4, work.tokens // 8), stop=(), tenant=tenant)
-            )
-            tokens = await stream.all()
-            if not done.is_set():
-                counts[tenant] += len(tokens)
-            number += 1
-            if tenant == "one" and number == TEXTS_OF_A_TENANT:
-                done.set()
-
-    await asyncio.gather(*(caller("many", at) for at in range(work.streams)), caller("one", 10**6))
-    return counts["one"] / sum(counts.values())
 
 
 async def cancels(client: ExecutorClient, write: Writer, work: Work, count: int) -> dict[str, Any]:
@@ -321,36 +288,14 @@ def points(taken: Taken, *, shaped: bool) -> list[dict[str, Any]]:
     return found
 
 
-async def rounds_of(
-    options: argparse.Namespace, vocab_size: int, ways: Mapping[str, Take], put: Callable[[Taken], None]
-) -> None:
-    """Rounds of all ways in turn for each number of texts, every other in the opposite order; callers begin within the
-    time that the first way takes. ``put`` saves what was taken so far."""
-    taken: dict[tuple[str, int], list[Round]] = {}
-    numbers = itertools.count()
-    for texts in options.texts:
-        work = Work(texts, options.prompt, options.tokens * (LONE if texts == 1 else 1), vocab_size)
-        few = replace(work, tokens=min(8, work.tokens))
-        rates = {name: (await take(few, next(numbers), 0.0)).rate for name, take in ways.items()}
-        for number in range(options.rounds):
-            for name, take in [*ways.items()][:: -1 if number % 2 else 1]:
-                spread_s = texts * work.tokens / next(iter(rates.values()))
-                found = await take(work, next(numbers), spread_s)
-                taken.setdefault((name, texts), []).append(found)
-                rates[name] = found.rate
-            told = ", ".join(f"{name} {rate:,.0f} tok/s" for name, rate in rates.items())
-            print(f"{texts} texts, round {number + 1}: {told}", flush=True)
-        put(taken)
-
-
 async def run(options: argparse.Namespace) -> Record:
     """Measure everything and write the file."""
     model, smg = options.model, {WORKER, ROUTER} & {*options.ways}
-    told = (
-        f"of {options.tokens} tokens behind {options.prompt} each, alone {LONE * options.tokens}; runs of {RUN_TOKENS}"
-    )
+    told = f"of {options.tokens} tokens behind {options.prompt} each, alone {LONE * options.tokens}"
     router = {"router": f"smg {version('smg')}"} if smg else {}
     record = Record(options, model=model, **SERVED, texts=f"{told}; runs of {RUN_TOKENS}", **router)
+    taken: dict[tuple[str, int], list[Round]] = {}
+    numbers = itertools.count()
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         ours, client = await enter(connected(model_path(model), SERVED))
@@ -360,28 +305,29 @@ async def run(options: argparse.Namespace) -> Record:
             writers[WORKER], writers[ROUTER], more = await enter(worker_and_router(ours.target, model))
             processes |= more
 
-        async def take(way: str, work: Work, number: int, spread_s: float) -> Round:
+        async def take(way: str, work: Work, spread_s: float, _: int = 0) -> Round:
             before = {name: processor_s(pid) for name, pid in processes.items()}
             if way in writers:
-                found = await streams(client, writers[way], work, number, spread_s)
+                found = await streams(client, writers[way], work, next(numbers), spread_s)
             else:
-                found = await lockstep(client, work, number, RUN_TOKENS if way == RUNS else 0)
+                found = await lockstep(client, work, next(numbers), RUN_TOKENS if way == RUNS else 0)
             found.worked_s = {name: processor_s(pid) - before[name] for name, pid in processes.items()}
             return found
 
-        def put(taken: Taken) -> None:
+        for texts in options.texts:
+            work = Work(texts, options.prompt, options.tokens * (LONE if texts == 1 else 1), ours.vocab_size)
+            few = replace(work, tokens=min(8, work.tokens))
+            pace, *_ = [(await take(way, few, 0.0)).rate for way in options.ways]  # and all are warm
+            within_s = texts * work.tokens / pace
+            takes = {(way, texts): partial(take, way, work, within_s) for way in options.ways}
+            taken |= (await alternate(takes, options.rounds))[0]
             record.put("ways", points(taken, shaped=options.variant == SHAPE))
-
-        ways = {way: partial(take, way) for way in options.ways}
-        await rounds_of(options, ours.vocab_size, ways, put)
+            print(f"{texts} texts: done", flush=True)
         work = Work(1 if options.quick else BESIDE, options.prompt, options.tokens, ours.vocab_size)
         left = list[dict[str, Any]]()
-        for way in writers if options.cancels else ():
+        for way in [each for each in options.ways if each in writers and options.cancels]:
             left.append({"way": way, **await cancels(client, writers[way], work, options.cancels)})
             record.put("leaves", left)
-        async with Scheduler(ours.target, max_running=1) as narrow:
-            own = await share(narrow, work)
-        record.save(notes=[f"{FAIR}: {own:.2f} (at least {FAIR_TARGET:g})"])
     return record
 
 
