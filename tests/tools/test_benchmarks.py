@@ -1,6 +1,5 @@
 """Every benchmark without a file of its own here: its quick run, and how its figures are made of what it took."""
 
-import json
 import re
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -16,7 +15,6 @@ from benchmarks import (
     memory,
     quantized,
     streams,
-    structured,
     trips,
 )
 from benchmarks.cases import CONTEXT, DECODE, SHAPES, Cell, with_words, write_checkpoint
@@ -163,7 +161,7 @@ def test_the_made_tokenizer_has_a_text_for_every_token_but_the_ends():
     assert [token for token in range(512) if not tokenizer.decode([token])] == [1, 2]
 
 
-# --- grammars, structured ---------------------------------------------------------------------------------------------
+# --- grammars ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", ["demo", "tiny"])
@@ -177,27 +175,6 @@ def test_ratios_of_grammars_are_of_the_same_round():
     mask, grammar = grammars.MASK, grammars.GRAMMAR
     [found] = grammars.points({8: {mask: [1.0, 4.0, 2.0], grammar: [1.5, 4.0, 4.0]}})
     assert found["ratio"] == {"median": 1.5, "low": 1.0, "high": 2.0} and found["by a grammar, ms"] == 4.0
-
-
-def test_structured_takes_every_way(quick_run, monkeypatch):
-    monkeypatch.setattr(structured, "DELAYS_MS", (0.0, 1.0))
-    rows = rows_of(quick_run(structured, "--texts", "1")["tables"]["texts"])
-    cells = [(each["by"], each["temperature"], each["delay, ms"]) for each in rows]
-    assert cells == [(way, heat, 1.0) for way in structured.WAYS for heat in (0.0, 0.8)]
-    assert all(each["valid"] == "1 of 1" for each in rows)
-    tokens = {each["by"]: each["tokens a trip"] for each in rows}
-    assert tokens[structured.MASKS] == 1.0 < tokens[structured.DRAFTS] < tokens[structured.GRAMMAR]
-    assert tokens[structured.GRAMMAR_DRAFTS] > 1.0
-    by_way = {cell[:2]: each["tokens"] for cell, each in zip(cells, rows, strict=True)}
-    assert len({by_way[way, 0.0] for way in structured.WAYS}) == 1, "greedy texts are the same by every way"
-
-
-def test_a_text_is_valid_only_if_it_is_json_of_the_schema():
-    check = structured.jsonschema.Draft202012Validator(structured.SCHEMA)
-    person = {"name": "Ann", "age": 3, "married": False, "county": "Kent", "income": None, "sisters": []}
-    assert structured.is_valid(check, json.dumps(person))
-    for wrong in (json.dumps(person)[:-1], json.dumps({**person, "age": 131}), json.dumps({**person, "more": 1})):
-        assert not structured.is_valid(check, wrong)
 
 
 # --- the cache, memory, adapters, ranks, launches ---------------------------------------------------------------------
