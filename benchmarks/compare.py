@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import operator
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -102,6 +103,26 @@ async def alternate(
         for name, found in turn.items():
             taken[name].append(found)
     return taken, [repeated, kept]
+
+
+@asynccontextmanager
+async def meanwhile(work: Callable[[], Awaitable[object]]) -> AsyncIterator[list[float]]:
+    """``work`` again and again while the block runs, which begins when it was done once; the seconds of each time."""
+    taken, runs = list[float](), True
+
+    async def repeat() -> None:
+        while runs:
+            began = perf_counter()
+            await work()
+            taken.append(perf_counter() - began)
+
+    await work()
+    task = asyncio.create_task(repeat())
+    try:
+        yield taken
+    finally:
+        runs = False
+        await task
 
 
 def median(values: Iterable[float], digits: int = 3) -> float:

@@ -10,10 +10,11 @@
 
 from __future__ import annotations
 
-import asyncio
+import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -21,7 +22,7 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks.cases import DECODE, IDENTITY, IDENTITY_CONTEXT, NOTHING, PREFILL, Cell
-from benchmarks.compare import Figures, Player, Round, contest, percentile
+from benchmarks.compare import Figures, Player, Round, contest, meanwhile, percentile
 from benchmarks.engines.grpc import Client, executor
 from benchmarks.profile import Profile, profile, steps_of
 from benchmarks.table import Row, number, target
@@ -102,20 +103,18 @@ async def mixed(session: Client, mix: Mix) -> dict[str, Any]:
     await session.prepare(cell)
     await session.round(cell, 0, 2)  # warm up
     alone = await _decode(session, mix, mix.alone)
-    async with ExecutorClient(session.client.target, session=True, timeout_s=600.0) as other:
-        stop = asyncio.Event()
-        feeding = asyncio.create_task(_feed(other, session.vocab_size, mix, stop))
-        try:
-            beside = await _decode(session, mix, mix.steps)
-        finally:
-            stop.set()
-            chunks = await feeding
+    async with (
+        ExecutorClient(session.client.target, session=True, timeout_s=600.0) as other,
+        aclosing(_chunks(other, session.vocab_size, mix)) as chunks,
+        meanwhile(chunks.__anext__) as fed,
+    ):
+        beside = await _decode(session, mix, mix.steps)
     p50, p99, p50_alone, p99_alone = (1e3 * percentile(each, of, 6) for each in (beside, alone) for of in (50, 99))
     ratio = round(p99 / p50, 3)
     return {
         "what": f"p99 over p50 of a decode step (b{cell.batch} @{cell.context}) with chunks of {mix.chunk} tokens",
         "measured": ratio,
-        "of which": f"{number(p99)} over {number(p50)} ms, {chunks} chunks; "
+        "of which": f"{number(p99)} over {number(p50)} ms, {len(fed)} chunks; "
         f"alone {number(p99_alone)} over {number(p50_alone)} ms",
         "target": target(MIXED, ratio, MIXED_TARGET, least=False),
     }
@@ -130,20 +129,15 @@ async def _decode(session: Client, mix: Mix, steps: int) -> list[float]:
     return taken
 
 
-async def _feed(client: ExecutorClient, vocab_size: int, mix: Mix, stop: asyncio.Event) -> int:
-    """New prompts, chunk by chunk, until told to stop; how many chunks."""
-    chunks = number = 0
-    while not stop.is_set():
-        [prompt] = Cell(PREFILL, 1, mix.prompt).fresh(vocab_size, number, 0).tolist()
-        number += 1
+async def _chunks(client: ExecutorClient, vocab_size: int, mix: Mix) -> AsyncGenerator[None, None]:
+    """Feeds new prompts, chunk by chunk."""
+    for at in itertools.count():
+        [prompt] = Cell(PREFILL, 1, mix.prompt).fresh(vocab_size, at, 0).tolist()
         async with client.sequence() as sequence:
             for start in range(0, mix.prompt, mix.chunk):
                 last = start + mix.chunk >= mix.prompt
                 await sequence.prefill(prompt[start : start + mix.chunk], mix.cell.spec if last else NOTHING)
-                chunks += 1
-                if stop.is_set():
-                    break
-    return chunks
+                yield
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.compare import percentile
+from benchmarks.compare import meanwhile, percentile
 from benchmarks.engines.echo import SERVICE, echo_channel
 from benchmarks.engines.grpc import executor
 from benchmarks.record import Benchmark, Record
@@ -58,17 +59,6 @@ async def _ask(stream: Any, pieces: int) -> None:
     await stream.done_writing()
 
 
-async def decode_ms(sequence: ClientSequence, length: int) -> list[float]:
-    """Milliseconds of decode steps, until it is cancelled."""
-    taken: list[float] = []
-    with suppress(asyncio.CancelledError):
-        while True:
-            began = time.perf_counter()
-            await sequence.decode(5, truncate_to=length)
-            taken.append(1e3 * (time.perf_counter() - began))
-    return taken
-
-
 async def measure(shape: str, engine: str, tokens: int, rounds: int) -> dict[str, Any]:
     """One point."""
     flags = {"device": "cpu", "kv-blocks": 4 * (tokens // 16 + 2), "engine": engine, **SHAPES[shape]}
@@ -84,10 +74,9 @@ async def measure(shape: str, engine: str, tokens: int, rounds: int) -> dict[str
             source, target = one.sequence(cache_mode=BYPASS), two.sequence(cache_mode=BYPASS)
             await source.prefill([number % 256 for number in range(tokens)])
             for taken, beside in ((alone, asyncio.sleep(0.2)), (waits, export_s(one, source))):
-                decoding = asyncio.ensure_future(decode_ms(other, 16))
-                result = await beside
-                decoding.cancel()
-                taken.extend(await decoding)
+                async with meanwhile(partial(other.decode, 5, truncate_to=16)) as decoding:
+                    result = await beside
+                taken.extend(1e3 * each for each in decoding)
                 if result is not None:
                     seconds, size = result
                     exports.append(seconds)

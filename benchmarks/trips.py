@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.compare import alternate, median, percentile, shares
+from benchmarks.compare import alternate, meanwhile, median, percentile, shares
 from benchmarks.engines.grpc import executor
 from benchmarks.record import Benchmark, Option, Record
 from benchmarks.table import target
@@ -147,28 +147,10 @@ def points(taken: dict[tuple[str, float, int], list[RunCounts]]) -> list[dict[st
     return found
 
 
-@asynccontextmanager
-async def decoding(client: ExecutorClient, others: Sequence[ClientSequence], way: str) -> AsyncIterator[None]:
-    """While the block runs ``others`` decode in batches, in a ``way`` of `BESIDE`."""
-    began, stop = asyncio.Event(), asyncio.Event()
-
-    async def decode() -> None:
-        run = Run(OTHERS_RUN_TOKENS) if way == RUNS else None
-        while not stop.is_set():
-            results = await client.forward([each.item([TOKEN], truncate_to=CONTEXT, run=run) for each in others])
-            began.set()
-            results.all_answers()
-
-    if way == "alone":
-        yield
-        return
-    task = asyncio.create_task(decode())
-    await began.wait()
-    try:
-        yield
-    finally:
-        stop.set()
-        await task
+async def decode(client: ExecutorClient, sequences: Sequence[ClientSequence], run: Run | None) -> None:
+    """A batch of steps, or of runs."""
+    items = [each.item([TOKEN], truncate_to=CONTEXT, run=run) for each in sequences]
+    (await client.forward(items)).all_answers()
 
 
 async def steps_ms(sequence: ClientSequence, steps: int) -> list[float]:
@@ -231,7 +213,9 @@ async def run(options: argparse.Namespace) -> Record:
             await each.prefill([1 + number] * CONTEXT)
 
         async def take(way: str, _: int) -> list[float]:
-            async with decoding(crowd, others, way):
+            if way == BESIDE[0]:
+                return await steps_ms(sequence, options.tokens)
+            async with meanwhile(partial(decode, crowd, others, Run(OTHERS_RUN_TOKENS) if way == RUNS else None)):
                 return await steps_ms(sequence, options.tokens)
 
         steps, _ = await alternate({way: partial(take, way) for way in BESIDE}, options.rounds)

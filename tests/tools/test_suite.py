@@ -1,5 +1,6 @@
 """`python -m benchmarks.suite --quick` runs: our two sides, a real peer, the other parts, the file and its page."""
 
+import asyncio
 import math
 import re
 from dataclasses import replace
@@ -11,7 +12,7 @@ import pytest
 import benchmarks.suite
 from benchmarks import compare, parts, report
 from benchmarks.cases import CELLS, DECODE, PREFILL, QUICK_CELLS, SHAPES, Cell, settings
-from benchmarks.compare import Round, Unsupported, alternate, contest
+from benchmarks.compare import Round, Unsupported, alternate, contest, meanwhile
 from benchmarks.engines.grpc import QUANTIZED
 from benchmarks.engines.inprocess import INSIDE
 from benchmarks.engines.process import REFERENCE
@@ -114,6 +115,23 @@ async def test_a_turn_that_others_disturbed_is_repeated_but_not_for_ever(monkeyp
     taken, counts = await alternate({"one": take}, 3, settle_s=0, first=2)
     assert (numbers, counts) == ([2, 3, 4, 5, 6, 7], [3, 1])
     assert [each.step_s for each in taken["one"]] == [[2.0], [4.0], [7.0]]
+
+
+async def test_what_goes_on_meanwhile_has_begun_before_the_block_and_ends_with_it():
+    done = []
+
+    async def work():
+        done.append(True)
+        await asyncio.sleep(0)
+
+    async with meanwhile(work) as seconds:
+        assert len(done) == 1
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert len(done) > 3
+    ended = len(done)
+    await asyncio.sleep(0)
+    assert len(done) == ended == 1 + len(seconds)
 
 
 async def test_a_side_that_cannot_play_says_why_and_the_others_go_on():
