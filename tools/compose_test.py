@@ -10,7 +10,7 @@ are those of one executor only where `exact_span_tokens` is above 0.
 Without a Docker engine it says SKIPPED and why, with exit status 0. A failed check is exit status 1.
 
 Where pip is configured on this machine, the packages are collected first (`tools/wheels.py`). `BASE_IMAGE`,
-`EXECUTOR_MODEL` and every other variable of docker-compose.yml apply.
+`BUILD_IMAGE` and every other variable of docker-compose.yml apply.
 """
 
 from __future__ import annotations
@@ -37,10 +37,6 @@ from tools.wheels import collect_wheels
 PROJECT = "ferrum-compose-test"
 IMAGES = {f"{name.upper()}_IMAGE": f"ferrum-rpc/{name}:compose-test" for name in ("executor", "scheduler", "worker")}
 PROFILES = ("job", "disaggregated", "fleet", "openai")
-DEFAULT_BUILD = "python:3.11-bookworm"
-DEFAULT_BASE = "python:3.11-slim-bookworm"
-LOCAL_BASE = "localhost/base:bookworm"
-"""What a machine without a registry makes by `debootstrap | docker import`; used where the engine has only this one."""
 UP_TIMEOUT_S = 180
 
 PROBE = r"""
@@ -183,24 +179,6 @@ def obstacle() -> str | None:
     return None
 
 
-def base_image() -> str:
-    """BASE_IMAGE, else the default, else a local one where the engine has only that."""
-    if given := os.environ.get("BASE_IMAGE"):
-        return given
-    local = [name for name in (DEFAULT_BASE, LOCAL_BASE) if _has_image(name)]
-    return local[0] if local else DEFAULT_BASE
-
-
-def build_image(base: str) -> str:
-    """BUILD_IMAGE, else the default beside the default base, else the base: it has the same Python, and perhaps a
-    compiler."""
-    return os.environ.get("BUILD_IMAGE") or (DEFAULT_BUILD if base == DEFAULT_BASE else base)
-
-
-def _has_image(name: str) -> bool:
-    return subprocess.run(["docker", "image", "inspect", name], capture_output=True, check=False).returncode == 0
-
-
 def _compose(on_top: Sequence[str | Path] = ()) -> list[str]:
     """`docker compose` on the project of this run. ``on_top``: override files."""
     files = ["docker-compose.yml", *map(str, on_top)]
@@ -210,11 +188,10 @@ def _compose(on_top: Sequence[str | Path] = ()) -> list[str]:
 class Stack:
     """The compose project of this run, and the checks on it."""
 
-    def __init__(self, base: str) -> None:
-        self.env = {**os.environ, **IMAGES, "BASE_IMAGE": base, "BUILD_IMAGE": build_image(base)}
+    def __init__(self) -> None:
+        self.env = {**os.environ, **IMAGES}
         self.env.pop("COMPOSE_FILE", None)
         self.env.pop("COMPOSE_PROFILES", None)
-        self.base = base
         self.has_kernels = False
 
     def compose(self, *arguments: str, timeout: float = 120, on_top: Sequence[str | Path] = ()) -> str:
@@ -238,7 +215,7 @@ class Stack:
         """Build all images."""
         self.compose("--profile", "job", "--profile", "openai", "build", timeout=3600)
         sizes = {name: int(run(["docker", "image", "inspect", "-f", "{{.Size}}", name])) for name in IMAGES.values()}
-        return f"on {self.base}: " + ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in sizes.items())
+        return ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in sizes.items())
 
     def probe_finds_what_is_wrong(self) -> str:
         """The probe in a container of the same image without any of the hardening finds every kind of fault."""
@@ -377,11 +354,10 @@ class Stack:
         devices = gpu["deploy"]["resources"].pop("reservations")["devices"]
         require(devices == [{"capabilities": ["gpu"], "driver": "nvidia", "count": 1}], f"devices: {devices}")
         changed = {key for key in gpu if gpu[key] != plain.get(key)}
-        variables, base = gpu["environment"], gpu["build"]["args"]["BASE_IMAGE"]
+        variables = gpu["environment"]
         wanted = {"deploy", "environment", "shm_size", "volumes"}
         added = changed - {"build"} == wanted and variables.get("FERRUM_DEVICE") == "cuda"
         require(added, f"the GPU file changes {sorted(changed)}, environment {variables}")
-        require(base == self.env["BUILD_IMAGE"], f"the image for a GPU is built on {base}")
         kept = [mount["target"] for mount in gpu["volumes"] if mount["type"] == "volume"]
         require(kept == [variables["TRITON_CACHE_DIR"]], f"volumes with the GPU file: {gpu['volumes']}")
         mounts = [part for mount in gpu["tmpfs"] for part in ("--tmpfs", mount)]
@@ -433,7 +409,7 @@ def main() -> int:
     if why := obstacle():
         print(f"compose-test: SKIPPED: {why}")
         return 0
-    stack = Stack(base_image())
+    stack = Stack()
     steps = [
         ("packages", collect_wheels),
         ("build", stack.build),
