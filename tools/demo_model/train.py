@@ -2,7 +2,7 @@
 
 Fetches the text, trains the target, trains the draft on the same text and then on the target's distribution, measures
 both on held-out chapters, and writes weights and model cards. Shape, tokenizer and the prose of the card are those of
-the committed assets. An interrupted run leaves its last checkpoint in place, with the card of the run before it.
+the committed assets.
 """
 
 from __future__ import annotations
@@ -138,10 +138,10 @@ def optimiser(model: Qwen3ForCausalLM, learning_rate: float) -> torch.optim.Opti
     return torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS, fused=True)
 
 
-def train(args: argparse.Namespace, recipe: Recipe, model: Qwen3ForCausalLM, ids: Tensor, folder: Path) -> Report:
-    """Train in place, with a checkpoint now and then. The run ends after its steps, or early, with the schedule
-    squeezed to fit, after its minutes. Matrix products run in bfloat16, master weights are float32. Linear warm-up,
-    then linear decay to zero (Defazio et al. 2023; Bergsma et al. 2025)."""
+def train(args: argparse.Namespace, recipe: Recipe, model: Qwen3ForCausalLM, ids: Tensor) -> Report:
+    """Train in place. The run ends after its steps, or early, with the schedule squeezed to fit, after its minutes.
+    Matrix products run in bfloat16, master weights are float32. Linear warm-up, then linear decay to zero (Defazio et
+    al. 2023; Bergsma et al. 2025)."""
 
     def loss_of(inputs: Tensor, targets: Tensor, taught: Tensor | None) -> tuple[Tensor, Tensor]:
         with torch.autocast("cpu", torch.bfloat16):
@@ -162,7 +162,7 @@ def train(args: argparse.Namespace, recipe: Recipe, model: Qwen3ForCausalLM, ids
     rule = optimiser(model, recipe.learning_rate)
     report = Report()
     recent: list[float] = []
-    started = saved = time.monotonic()
+    started = time.monotonic()
     model.train()
     for step, batch in enumerate(segments(ids, args.seed)):
         progress = max(step / recipe.steps, (time.monotonic() - started) / (60 * recipe.minutes))
@@ -187,9 +187,6 @@ def train(args: argparse.Namespace, recipe: Recipe, model: Qwen3ForCausalLM, ids
         if step % 50 == 0:
             rate = report.tokens / report.seconds
             print(f"step {step} context {context} loss {report.loss:.4f} {rate:.0f} ids/s", flush=True)
-        if now - saved > 60 * args.save_minutes:
-            save(model, folder)
-            saved = now
     model.train(False)
     return report
 
@@ -305,7 +302,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, help="limit for each role's training (default: 30 target, 10 draft)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--save-minutes", type=float, default=5.0, help="how often to write a checkpoint")
     parser.add_argument("--eager", action="store_true", help="no torch.compile (needs no C++ compiler; slower)")
     return parser.parse_args(argv)
 
@@ -319,7 +315,7 @@ def make(args: argparse.Namespace, role: str, recipe: Recipe, text: Corpus) -> R
             shutil.copy(ASSETS / FOLDERS[role] / name, folder / name)
     torch.manual_seed(args.seed)
     model = build(folder)
-    report = train(args, recipe, model, stream(text.train), folder)
+    report = train(args, recipe, model, stream(text.train))
     save(model, folder)
     return report
 
