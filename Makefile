@@ -70,7 +70,6 @@ bench: .venv/.dev  ## How fast, beside limits and a peer, and what gRPC costs; w
 	@$(BIN)/python -m benchmarks grammars
 	@$(BIN)/python -m benchmarks grammars --model qwen3-0.6b --tokens 8 --rounds 5
 	@$(BIN)/python -m benchmarks cache
-	@$(BIN)/python -m benchmarks adapters
 	@$(BIN)/python -m benchmarks memory
 	@$(BIN)/python -m benchmarks transfer
 	@$(BIN)/python -m benchmarks ranks

@@ -25,6 +25,7 @@ from benchmarks.machine import ROOT
 from ferrum_rpc import core
 from ferrum_rpc.core import OutputKind, OutputSpec, Positions, RowDType, RowLogprobs
 from ferrum_rpc.models.layout import layout
+from ferrum_rpc.models.lora import modules_of
 from ferrum_rpc.models.spec import ModelSpec
 
 SHAPES: Final[dict[str, dict[str, Any]]] = json.loads((ROOT / "benchmarks" / "shapes.json").read_text("utf-8"))
@@ -206,6 +207,26 @@ def checkpoint(shape: str) -> Path:
             shutil.rmtree(partial, ignore_errors=True)
             write_checkpoint(partial, SHAPES[shape]).rename(folder)
     return folder
+
+
+def write_adapter(spec: ModelSpec, rank: int, folder: Path) -> str:
+    """Write a random adapter of all products into a folder of its own in ``folder``, anew; returns its name."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator, tensors, modules = torch.Generator().manual_seed(SEED), {}, set()
+    for module, (rows, width) in modules_of(layout(spec)).items():
+        modules.add(module.rpartition(".")[2])
+        for end, shape, size in (("lora_A", (rank, width), width**-0.5), ("lora_B", (rows, rank), 0.1)):
+            numbers = torch.randn(shape, generator=generator) * size
+            tensors[f"base_model.model.{module}.{end}.weight"] = numbers.to(torch.bfloat16)
+    name = f"rank-{rank}"
+    shutil.rmtree(folder / name, ignore_errors=True)
+    (folder / name).mkdir(parents=True)
+    save_file(tensors, folder / name / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted(modules)}
+    (folder / name / "adapter_config.json").write_text(json.dumps(config))
+    return name
 
 
 def with_words(shape: str) -> Path:

@@ -1,6 +1,7 @@
 """What stands around the cells of the suite: other outputs, mixed load, bookkeeping, and how long a start takes.
 
-- Steps that ask for other outputs than greedy tokens, by the runner in this process; rounds of all outputs alternate.
+- Steps that ask for other outputs than greedy tokens, or have adapters, by the runner in this process; rounds of all
+  alternate.
 - Decode steps of one scheduler with another's long prompts in chunks: what natural batching makes a step wait for.
 - What a sequence costs in a step besides computing: the slope of the server's bookkeeping in the size of the batch, by
   the stages of `benchmarks.profile`. It must be flat in how long the sequences are and in how many others live.
@@ -13,20 +14,23 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.cases import DECODE, IDENTITY, IDENTITY_CONTEXT, NOTHING, PREFILL, Cell
+from benchmarks.cases import CACHE, DECODE, IDENTITY, IDENTITY_CONTEXT, NOTHING, PREFILL, Cell, write_adapter
 from benchmarks.compare import Figures, Player, Round, contest, meanwhile, percentile
 from benchmarks.engines.grpc import Client, executor
+from benchmarks.engines.inprocess import Inside
 from benchmarks.profile import Profile, profile, steps_of
+from benchmarks.record import median_of
 from benchmarks.table import Row, number, target
 from ferrum_rpc.client import ExecutorClient
+from ferrum_rpc.models.spec import ModelSpec
 
 BOOKKEEPING: Final = "bookkeeping of a sequence and step"
 MIXED: Final = "p99 over p50 of a decode step under mixed load"
@@ -41,6 +45,11 @@ DECODED: Final = (
     *("top-tokens-20", "full-bf16", "hidden-states", "verify-4", "accept-4", "accept-4-sampled"),
 )
 PREFILLED: Final = ("next-token", "next-token-logprobs")  # names of `cases.OUTPUTS`
+EACH, ONE = "an adapter each", "one adapter for all"
+RANK: Final = 16  # of adapters
+ADAPTED: Final = "decode b32 @256 with an adapter of rank 16 each, in process, of none"
+ADAPTED_TARGET: Final = 0.8  # tokens a second of `ADAPTED`, at least
+SIDES: Final = 1 << 20  # between the numbers of two sides' sequences
 
 
 class Asking:
@@ -57,13 +66,35 @@ class Asking:
         return await self._side.round(replace(cell, output=self._output), number, steps)
 
 
-async def outputs(side: Player, cells: Sequence[Cell], rounds: int, round_s: float) -> list[Figures]:
-    """The contest of each cell's outputs, with greedy steps as the reference."""
-    found = []
+@asynccontextmanager
+async def with_adapters(model: str, cells: Sequence[Cell], threads: int, spec: ModelSpec) -> AsyncIterator[Inside]:
+    """A runner with an adapter for each sequence of the largest cell, and room for three sides."""
+    most, folder = max(cell.batch for cell in cells), CACHE / f"{Path(model).name}-adapters"
+    name = write_adapter(spec, RANK, folder)
+    more: dict[str, Any] = {"adapter_dir": folder, "max_adapter_rank": RANK, "adapter_memory": 64 << 30}
+    room = [replace(cell, batch=3 * cell.batch) for cell in cells]
+    async with Inside.open(model, room, threads, **more) as inside:
+        await inside.load_adapters(name, most)
+        yield inside
+
+
+async def outputs(side: Inside, cells: Sequence[Cell], rounds: int, round_s: float) -> list[Figures]:
+    """The contest of each cell's outputs, and of decode steps with adapters, with greedy steps as the reference."""
+    found, most = [], max(cell.batch for cell in cells)
+    adapted = {EACH: side.beside(range(1, most + 1), SIDES), ONE: side.beside([1], 2 * SIDES)}
     for cell in cells:
         asked = (GREEDY, *(PREFILLED if cell.kind == PREFILL else DECODED))
-        found.append(await contest(cell, {name: Asking(side, name) for name in asked}, GREEDY, rounds, round_s))
+        players: dict[str, Player] = {name: Asking(side, name) for name in asked}
+        if cell.kind != PREFILL:
+            players |= adapted
+        found.append(await contest(cell, players, GREEDY, rounds, round_s))
     return found
+
+
+def adapted_target(found: Sequence[Figures]) -> dict[str, Any]:
+    """Of `outputs`."""
+    more = median_of(found, ADAPTED.partition(" with")[0], EACH)
+    return target(ADAPTED, more and round(1 / more, 3), ADAPTED_TARGET)
 
 
 def output_rows(found: Sequence[Figures]) -> list[Row]:

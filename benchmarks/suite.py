@@ -1,8 +1,9 @@
 """`make bench`: how fast, with the machine's limits and with transformers, and what gRPC costs, all in one run.
 
 The sides alternate round by round. One of them serves the model by transformers' layers over our cache, as families are
-served that have no native decoder. Around them: what other outputs than greedy tokens cost, how decode steps fare with
-prefill chunks, what a sequence costs in bookkeeping, and how long a start takes. ``--only`` runs a part.
+served that have no native decoder. Around them: what adapters and other outputs than greedy tokens cost, how decode
+steps fare with prefill chunks, what a sequence costs in bookkeeping, and how long a start takes. ``--only`` runs a
+part.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ async def run(options: argparse.Namespace) -> Record:
         standing = target(parts.BOOKKEEPING, most, parts.SLOPE_TARGET_US, least=False, unit=" µs")
         record.put("parts", rows, targets=[standing])
     if "outputs" in options.only:
-        async with Inside.open(folder, cells, options.threads) as inside:
+        async with parts.with_adapters(folder, cells, options.threads, here.spec) as inside:
             asked = await parts.outputs(inside, cells, options.rounds, options.round_seconds / 4)
-        record.put("outputs", parts.output_rows(asked))
+        record.put("outputs", parts.output_rows(asked), targets=[parts.adapted_target(asked)])
     mix = parts.QUICK_MIX if quick else parts.MIX
     if not {"cells", "mixed"} & set(options.only):
         return record

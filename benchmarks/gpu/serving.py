@@ -14,8 +14,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any, Final
 
-from benchmarks.adapters import write_adapter
-from benchmarks.cases import CACHE, DECODE, LEAD_IN, SHAPES, Cell, checkpoint
+from benchmarks.cases import CACHE, DECODE, LEAD_IN, SHAPES, Cell, checkpoint, write_adapter
 from benchmarks.compare import Player, contest, spread
 from benchmarks.engines.grpc import Client
 from benchmarks.engines.inprocess import Inside

@@ -24,8 +24,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from benchmarks.adapters import write_adapter
-from benchmarks.cases import SHAPES, write_checkpoint
+from benchmarks.cases import SHAPES, write_adapter, write_checkpoint
 from benchmarks.engines.inprocess import forward, load_adapter
 from benchmarks.gpu.first_light import NOT_HERE_STATUS, tell
 from ferrum_rpc.config import ModelSettings

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from benchmarks import (
-    adapters,
     cache,
     collectives,
     grammars,
@@ -177,7 +176,7 @@ def test_ratios_of_grammars_are_of_the_same_round():
     assert found["ratio"] == {"median": 1.5, "low": 1.0, "high": 2.0} and found["by a grammar, ms"] == 4.0
 
 
-# --- the cache, memory, adapters, ranks, launches ---------------------------------------------------------------------
+# --- the cache, memory, ranks, launches -------------------------------------------------------------------------------
 
 
 def test_the_divergence_of_a_cache_is_that_of_its_definition():
@@ -216,16 +215,6 @@ def test_every_part_of_a_plan_is_measured(tmp_path):
     found = memory.measure(write_checkpoint(tmp_path, SHAPES["tiny"]), "float32", 64, 2)
     assert [each["of"] for each in found] == ["weights", "cache", "largest step"]
     assert all(each["planned, MiB"] > 0 for each in found)
-
-
-def test_adapters_have_all_sides(tmp_path, monkeypatch, quick_run):
-    monkeypatch.setattr(adapters, "CACHE", tmp_path)
-    found = quick_run(adapters, "--threads", "1")
-    ratios = {row["side"]: row["ours is, ×"] for row in rows_of(found["tables"]["cells"])}
-    assert {side for side, ratio in ratios.items() if ratio} == {adapters.ONE, adapters.BASE}
-    assert found["settings"]["adapters"].startswith("3 of rank 4")
-    [target] = found["targets"]
-    assert (target["value"], target["bound"]) == (ratios[adapters.BASE]["median"], 0.8)
 
 
 def test_collectives_measure_every_side_at_every_size(quick_run):

@@ -64,7 +64,12 @@ def test_a_quick_run_has_the_other_parts_and_makes_the_page(quick):
     prefill, *decodes = quick["tables"]["outputs"]["columns"][1:]
     assert {each["output"] for each in outputs if each[prefill]} == {*parts.PREFILLED, "greedy, ms"}
     for decode in decodes:
-        assert {each["output"] for each in outputs if each[decode]} == {*parts.DECODED, "greedy, ms"}
+        assert {each["output"] for each in outputs if each[decode]} == {
+            *parts.DECODED,
+            parts.EACH,
+            parts.ONE,
+            "greedy, ms",
+        }
     assert [each["value"] for each in quick["targets"] if each["what"] == MIXED] == [rows[1]["measured"]]
     page = report.document([("suite-2cpu.json", quick)])
     for each in rows_of(quick["tables"]["cells"]):
@@ -84,6 +89,11 @@ def test_what_grpc_costs_is_the_ratio_to_the_runner_in_process():
         "gRPC against in process, b32, greedy, in a session": 0.98,
         "gRPC against in process, b32, full bf16 rows": 0.9,
     }
+
+
+def test_what_adapters_cost_is_a_share_of_the_rate_without():
+    found = parts.adapted_target([{"cell": "decode b32 @256", "ratios": {parts.EACH: {"median": 1.25}}}])
+    assert (found["value"], found["bound"], parts.adapted_target([])["value"]) == (0.8, 0.8, None)
 
 
 async def test_sides_alternate_and_ratios_are_of_pairs():
