@@ -152,14 +152,12 @@ def standing(found: Sequence[Result]) -> str:
                 if target["value"] is not None:
                     value = number(target["value"]) + target["unit"]
                     row.setdefault(result["machine"], f"{value}, {'yes' if reached(target) else 'no'}")
-        for what, bound in question.get("waiting", {}).items():
-            rows.setdefault(what, {"target": bound})
-    lines = [
-        (what, row["target"], row.get("goal", ""), *(row.get(kind, "") for kind in kinds))
-        if any(kind in row for kind in kinds)
-        else (what, row["target"], row.get("goal", ""), NOT_YET, *[""] * (len(kinds) - 1))
-        for what, row in rows.items()
-    ]
+    lines = []
+    for what, row in rows.items():
+        values = [row.get(kind, "") for kind in kinds]
+        if not any(values):
+            values[0] = NOT_YET
+        lines.append((what, row["target"], row["goal"], *values))
     return markdown(("what", "target", "goal", *kinds), lines)
 
 

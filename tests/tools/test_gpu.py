@@ -149,13 +149,6 @@ def test_targets_of_a_gpu_are_shares_of_its_limits():
     assert [each["value"] for each in check.targets({"cells": cells[:1]})] == [None, None, 0.625, None, None]
 
 
-def test_what_waits_for_a_gpu_is_on_the_page_until_it_is_measured():
-    [waiting] = [each["waiting"] for each in report.PAGE["question"] if "waiting" in each]
-    assert {each["what"]: f"≥ {each['bound']:g}" for each in check.targets({})} == waiting
-    page = report.standing([])
-    assert page.count(report.NOT_YET) == len(waiting) == 5
-
-
 def test_a_load_says_what_its_peers_took_and_why_one_is_absent():
     shares = {"share_of_bandwidth": 0.83, "share_of_matrix_units": 0.05}
     sdpa = {"median": 2.0, "low": 1.9, "high": 2.1}
