@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from benchmarks.cases import checkpoint
+from benchmarks.compare import median, percentile, shares
 from benchmarks.memory import resident
 from benchmarks.record import Benchmark, Record
 from benchmarks.table import target
@@ -87,14 +88,12 @@ def verified(runner: TorchRunner, count: int, rounds: int) -> dict[str, Any]:
     held.step(DRAFTED, ALL)
     cut = milliseconds(lambda: held.cut(held.length - REJECTED)) / count
     held.release()
-    ratios = [rejecting / accepting for rejecting, accepting in pairs]
+    rejecting, accepting = zip(*pairs, strict=True)
     return {
         "sequences": count,
-        "with 3 of 5 rejected, ms": round(float(np.median([each for each, _ in pairs])), 2),
-        "with none, ms": round(float(np.median([each for _, each in pairs])), 2),
-        "ratio": round(float(np.median(ratios)), 3),
-        "lowest": round(min(ratios), 3),
-        "highest": round(max(ratios), 3),
+        "with 3 of 5 rejected, ms": median(rejecting, 2),
+        "with none, ms": median(accepting, 2),
+        "ratio": shares(rejecting, accepting),
         "a truncation, ms": round(cut, 4),
     }
 
@@ -113,8 +112,8 @@ def held_by(runner: TorchRunner, count: int) -> float:
     return took / count / states[0].nbytes
 
 
-def beside(runner: TorchRunner, count: int, steps: int) -> tuple[float, float, float]:
-    """p99 of decode steps of many, alone and while another is fed again between them, and the median alone, in ms."""
+def beside(runner: TorchRunner, count: int, steps: int) -> dict[str, Any]:
+    """Decode steps of many, alone and while another is fed again between them."""
     held, other = Sequences(runner, count, 256), Sequences(runner, 1, DEEP + 8, first=5_000)
     again = Span(other.numbers[0], np.ones(1, np.int32), DEEP, LAST)
     feeding, states = runner.feeding, runner.states
@@ -133,7 +132,14 @@ def beside(runner: TorchRunner, count: int, steps: int) -> tuple[float, float, f
             other.step(tokens, LAST)
     held.release()
     other.release()
-    return float(np.quantile(fed, 0.99)), float(np.quantile(alone, 0.99)), float(np.median(alone))
+    p99, feeding_ms = percentile(alone, 99, 2), percentile(fed, 99, 2)
+    return {
+        "sequences": count,
+        "p99 alone, ms": p99,
+        "median alone, ms": median(alone, 2),
+        "p99 beside 512 tokens that are fed again, ms": feeding_ms,
+        "ratio": round(feeding_ms / p99, 3),
+    }
 
 
 class Move:
@@ -184,21 +190,16 @@ def moved(runner: TorchRunner, count: int, rounds: int) -> dict[str, Any]:
         held.cut(257)
     for each in (held, move):
         each.release()
-    p99 = [float(np.quantile(each, 0.99)) for each in (alone, move.between)]
+    p99, moving_ms = percentile(alone, 99, 2), percentile(move.between, 99, 2)
     return {
         "sequences": count,
         "operations": len(move.waits) // rounds,
-        "an operation, ms": round(float(np.median(move.waits)), 2),
-        "p99 of operations, ms": round(float(np.quantile(move.waits, 0.99)), 2),
-        "p99 of steps alone, ms": round(p99[0], 2),
-        "p99 beside an export and an import, ms": round(p99[1], 2),
-        "ratio": round(p99[1] / p99[0], 3),
+        "an operation, ms": median(move.waits, 2),
+        "p99 of operations, ms": percentile(move.waits, 99, 2),
+        "p99 of steps alone, ms": p99,
+        "p99 beside an export and an import, ms": moving_ms,
+        "ratio": round(moving_ms / p99, 3),
     }
-
-
-def counts(quick: bool) -> Sequence[int]:
-    """Of sequences in a step."""
-    return (1, 2) if quick else (1, 8, 32)
 
 
 async def run(options: argparse.Namespace) -> Record:
@@ -206,22 +207,15 @@ async def run(options: argparse.Namespace) -> Record:
     folder = checkpoint(QUICK if options.quick else SHAPE)
     record = Record(options, model=folder.name, threads=torch.get_num_threads())
     cache: dict[str, Any] = {"kv_blocks": 2048, "state_slots": 40, "max_context": 1024}
-    config = ModelSettings(str(folder), device="cpu", dtype="bfloat16", **cache)
-    runner = build_runner(config)
+    runner = build_runner(ModelSettings(str(folder), device="cpu", dtype="bfloat16", **cache))
+    counts, steps, copies = ((1, 2), 16, 2) if options.quick else ((1, 8, 32), 64, 16)  # of sequences
     with runner.context():
-        states = held_by(runner, 2 if options.quick else 16)
-        points = [verified(runner, count, options.rounds) for count in counts(options.quick)]
-        moves = moved(runner, counts(options.quick)[-1], min(options.rounds, 4))
-        fed, alone, median = beside(runner, counts(options.quick)[-1], 16 if options.quick else 64)
-    most = max(each["ratio"] for each in points)
+        states = held_by(runner, copies)
+        points = [verified(runner, count, options.rounds) for count in counts]
+        moves = moved(runner, counts[-1], min(options.rounds, 4))
+        neighbours = beside(runner, counts[-1], steps)
+    most = max(each["ratio"]["median"] for each in points)
     cut = max(each["a truncation, ms"] for each in points)
-    neighbours = {
-        "sequences": counts(options.quick)[-1],
-        "p99 alone, ms": round(alone, 2),
-        "median alone, ms": round(median, 2),
-        "p99 beside 512 tokens that are fed again, ms": round(fed, 2),
-        "ratio": round(fed / alone, 3),
-    }
     record.put(
         "verification",
         points,
