@@ -10,10 +10,8 @@ from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
 from ferrum_rpc.models.native_linear import ByteFactory, NibbleFactory, PairFactory
-from tests.numerics.test_latent_models import exact as of_latents
 from tests.numerics.test_native_layers import decoder
-from tests.numerics.test_recurrent_experts import exact as of_experts
-from tests.numerics.test_recurrent_models import exact, native_of
+from tests.numerics.whole_models import exact, native_of
 from tests.support.harness import CPU, Executor, native, rounded_model
 
 RNG = np.random.default_rng(11)
@@ -29,12 +27,12 @@ MODELS = {
     "recurrent, bfloat16": lambda: exact(PairFactory),
     "recurrent, int8": lambda: exact(ByteFactory),
     "recurrent, int4": lambda: exact(NibbleFactory),
-    "experts, bfloat16": lambda: of_experts(PairFactory),
-    "experts, int8": lambda: of_experts(ByteFactory, "qwen3_5_moe"),
-    "experts, int4": lambda: of_experts(NibbleFactory),
-    "latent, bfloat16": lambda: of_latents(PairFactory),
-    "latent, int8": lambda: of_latents(ByteFactory),
-    "latent, int4": lambda: of_latents(NibbleFactory),
+    "experts, bfloat16": lambda: exact(PairFactory, "Next"),
+    "experts, int8": lambda: exact(ByteFactory, "3.5 MoE"),
+    "experts, int4": lambda: exact(NibbleFactory, "Next"),
+    "latent, bfloat16": lambda: exact(PairFactory, "V3"),
+    "latent, int8": lambda: exact(ByteFactory, "V3"),
+    "latent, int4": lambda: exact(NibbleFactory, "V3"),
     "identity": lambda: IdentityModel(IdentityConfig(head_dim=32), CPU),
     "identity, positional": lambda: IdentityModel(IdentityConfig(head_dim=32, positional=True), CPU),
 }

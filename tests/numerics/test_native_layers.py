@@ -29,7 +29,7 @@ from ferrum_rpc.usage import ISA_VARIABLE
 from tests.numerics.ranks import SPLIT, TWO, context_of, decoder_of, on_ranks
 from tests.support.adapters import make_adapter
 from tests.support.checkpoints import FAMILIES
-from tests.support.harness import CPU, Executor, made_or_skip, native, rounded_model, threads
+from tests.support.harness import CPU, Executor, made_or_skip, random_decoder, rounded_model, threads
 
 ROOT = Path(__file__).parents[2]
 BF16 = torch.bfloat16
@@ -49,11 +49,7 @@ STEPS = [{0: 70, 1: 3, 2: 130}, {0: 1}, {1: 40, 0: 1, 3: 33, 2: 5}, {0: 1, 1: 1,
 
 def loaded(factory=ByteFactory, family="qwen3", **overrides):
     """A decoder whose products are ours."""
-    reference = rounded_model(family, BF16, **(SHAPE | overrides))
-    made = Decoder(native(reference, BF16, "plain").spec, BF16, CPU, made_or_skip(factory))
-    for name in made.expected_tensors():
-        made.load(name, reference.state_dict()[name])
-    return made
+    return random_decoder(family, BF16, made_or_skip(factory), **SHAPE | overrides)
 
 
 def decoder(factory=ByteFactory, family="qwen3", **overrides):
@@ -146,8 +142,8 @@ def test_what_is_not_ours_throughout_is_called_back(what):
         backend = TorchPagedAttention(executor.model.attention_specs, executor.store.keys, executor.store.values)
         executor.compute, executor.backend = Compute(executor.model, backend), backend
     else:
-        dtype, linear = (torch.float32, "auto") if what == "float32" else (BF16, "plain")
-        executor = Executor(native(rounded_model("qwen3", dtype, **SHAPE), dtype, linear))
+        dtype = torch.float32 if what == "float32" else BF16
+        executor = Executor(random_decoder("qwen3", dtype, PlainLinear, **SHAPE))
     called = callbacks(executor)
     executor.step({0: TOKENS[0, :7]})
     assert called == list(range(LAYERS))
@@ -161,8 +157,7 @@ def test_no_memory_for_buffers_is_said(monkeypatch):
 
 
 def test_a_model_without_weights_is_not_native():
-    spec = native(rounded_model("qwen3", BF16), BF16, "plain").spec
-    assert not Decoder(spec, BF16, CPU).native
+    assert not Decoder(decoder().spec, BF16, CPU).native
 
 
 # --- as on a lesser machine -------------------------------------------------------------------------------------------

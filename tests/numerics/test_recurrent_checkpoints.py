@@ -22,10 +22,11 @@ from ferrum_rpc.models.linear import select_quantized
 from ferrum_rpc.models.native_linear import PairFactory
 from ferrum_rpc.models.shard import WHOLE
 from ferrum_rpc.weights.checkpoint import Checkpoint
-from tests.numerics.test_recurrent_models import SHAPE, TOKENS, model, with_images
+from tests.numerics.whole_models import SHAPES, TOKENS, model, with_images
 from tests.support.checkpoints import configure, make_checkpoint, make_model, rewrite
 from tests.support.harness import CPU, Executor, Oracle, error, made_or_skip
 
+SHAPE = SHAPES["qwen3_5"]
 SPLIT = [40, 1, 5, 38]
 GROUP = 32
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

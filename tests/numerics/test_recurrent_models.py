@@ -1,106 +1,37 @@
-"""Whole models with recurrent layers (Qwen3.5) against transformers, and what their rows do not depend on.
+"""What rows of models with recurrent layers do not depend on, and what such a model is made of.
 
-In float32 the root mean square of the error is at most 3e-6 of the logits' spread, in 16 bits at most twice that of
-transformers, for sequences that are fed whole, in chunks, side by side, by single tokens, and with rejected drafts. The
-bits of a row depend on its sequence alone where products and row operations are our kernels.
+`test_whole_models` compares them with transformers. The bits of a row depend on its sequence alone where products and
+row operations are our kernels.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from ferrum_rpc.core import RecurrentShape
-from ferrum_rpc.engine.assembly.loading import load_model
 from ferrum_rpc.errors import NotSupported
 from ferrum_rpc.models.base import StepInputs
 from ferrum_rpc.models.decoder import Decoder
 from ferrum_rpc.models.families import FAMILIES
 from ferrum_rpc.models.footprint import DecoderBuild, weight_bytes
-from ferrum_rpc.models.fused_ops_choice import select_fused_ops
-from ferrum_rpc.models.linear import LinearFactory, PlainLinear
+from ferrum_rpc.models.linear import PlainLinear
 from ferrum_rpc.models.native_linear import ByteFactory, NibbleFactory, PairFactory
 from ferrum_rpc.models.recurrent_rows import RecurrentWeights, gated, gated_norm, recurrent_rows
 from ferrum_rpc.models.shard import WHOLE, Shard
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.native import library
-from tests.numerics.ranks import FOUR, TWO, on_ranks
+from tests.numerics.ranks import on_ranks
+from tests.numerics.whole_models import RECURRENT, ROUND, SHAPES, SPLITS, TOKENS, exact, model, native_of
 from tests.support.adapters import load_adapters, make_adapter, merge
-from tests.support.checkpoints import checkpoint_tensors, make_checkpoint, make_model, rewrite
-from tests.support.harness import CPU, Executor, Oracle, error, made_or_skip, native, rounded_model, threads
+from tests.support.checkpoints import make_model
+from tests.support.harness import CPU, Executor, Oracle, error, native, threads
 from tests.support.harness import TOKENS as RANK_TOKENS
 
-TOKENS = np.random.default_rng(5).integers(0, 300, size=84)
-SPLITS = ([84], [1] * 7 + [40, 1, 3, 33], [32, 5, 1, 1, 13, 32])
-"""`TOKENS` in one chunk, in chunks and steps, and in steps alone."""
-
-SHAPE = {"num_hidden_layers": 4, "full_attention_interval": 2, "intermediate_size": 128}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "partial_rotary_factor": 0.5}
-SECTIONS = {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.5}
-CASES: dict[str, dict[str, Any]] = {
-    "usual": {},
-    "tied, biases": {"tie_word_embeddings": True, "attention_bias": True},
-    "as many key heads": {"linear_num_key_heads": 4, "linear_conv_kernel_dim": 2, "rope_parameters": SECTIONS},
-    "one key head, attention first": {
-        "linear_num_key_heads": 1,
-        "linear_value_head_dim": 8,
-        "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
-        "rope_parameters": YARN,
-    },
-}
-
-
-def model(dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
-    return rounded_model("qwen3_5", dtype, **SHAPE | overrides)
-
-
-def with_rejected_drafts(executor: Executor) -> torch.Tensor:
-    """All logits of `TOKENS` in sequence 0, beside a sequence in chunks: of each step of five behind the first all or
-    some of the tokens are others, which are cut off again; once twice, and once the whole step."""
-    rows, at, others = [executor.step({0: TOKENS[:40], 1: TOKENS[20:60]})[0]], 40, TOKENS[::-1]
-    for kept in (0, 2, 5, 1, 4, 3, 5, 0):
-        drafts = [*TOKENS[at : at + kept], *others[kept:5]]
-        step = {0: drafts, 1: TOKENS[at : at + 33]} if kept == 2 else {0: drafts}
-        rows.append(executor.step(step)[0][:kept])
-        if kept == 1:
-            executor.truncate(0, at + 3)
-        executor.truncate(0, at + kept)
-        at += kept
-    rows.append(executor.step({1: TOKENS[:2], 0: TOKENS[at:]})[0])
-    return torch.cat(rows)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_float32_is_the_oracle_to_3e_6(case):
-    reference = model(**CASES[case])
-    oracle, decoder = Oracle(reference, tokens=TOKENS), native(reference)
-    for split in SPLITS:
-        ours = Executor(decoder).run(TOKENS, split)
-        assert error(ours, oracle.logits) <= 3e-6
-        assert (ours.argmax(-1) == oracle.logits.argmax(-1)).all()
-    assert error(with_rejected_drafts(Executor(decoder)), oracle.logits) <= 3e-6
-
-
-@pytest.mark.parametrize("linear", ["native", "plain"])
-@pytest.mark.parametrize("case", CASES)
-def test_bfloat16_errs_at_most_twice_as_much_as_transformers(case, linear):
-    reference = model(torch.bfloat16, **CASES[case])
-    decoder = native_of(reference, PairFactory) if linear == "native" else native(reference, torch.bfloat16, "plain")
-    oracle = Oracle(reference, torch.bfloat16, TOKENS)
-    for split in SPLITS:
-        oracle.check(Executor(decoder).run(TOKENS, split))
-    oracle.check(with_rejected_drafts(Executor(decoder)))
-
-
-def test_float16_errs_at_most_twice_as_much_as_transformers():
-    reference = model(torch.float16)
-    Oracle(reference, torch.float16, TOKENS).check(Executor(native(reference, torch.float16)).run(TOKENS, SPLITS[1]))
+WIDE = ROUND["qwen3_5"]
 
 
 def test_float64_works_for_self_tests():
@@ -109,49 +40,17 @@ def test_float64_works_for_self_tests():
     assert error(Executor(native(reference, torch.float64)).run(TOKENS, SPLITS[1]), oracle.logits) <= 1e-6
 
 
-def native_of(reference: Any, factory: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """A decoder whose products are our kernels'."""
-    linear: LinearFactory = made_or_skip(factory)
-    spec = ModelSpec.from_config(reference.config.to_dict() | {"architectures": [type(reference).__name__]})
-    decoder, state = Decoder(spec, dtype, CPU, linear), checkpoint_tensors(reference)
-    for name in decoder.expected_tensors():
-        decoder.load(name, state[name])
-    return decoder
-
-
-def test_quantized_products_are_near_what_they_quantize():
-    reference = model(torch.bfloat16)
-    oracle = Oracle(reference, torch.bfloat16, TOKENS)
-    for factory, bound in ((ByteFactory, 0.1), (NibbleFactory, 0.5)):
-        assert error(Executor(native_of(reference, factory)).run(TOKENS, SPLITS[1]), oracle.logits) <= bound
-
-
 # --- bits -------------------------------------------------------------------------------------------------------------
-
-PAIRS = partial(made_or_skip, PairFactory)
-
-WIDE = {"head_dim": 64}
-"""Rows of which our kernels are."""
-
-NATIVE = pytest.mark.parametrize("factory", [PairFactory, ByteFactory, NibbleFactory])
-
-
-def exact(factory: Any, **overrides: Any) -> Any:
-    decoder = native_of(model(torch.bfloat16, **WIDE | overrides), factory)
-    if select_fused_ops(decoder.spec, torch.bfloat16, CPU)[1].name != "native":
-        pytest.skip("no kernel of ours runs here")
-    return decoder
-
 
 IN_ONE_CALL = ({0: 32, 1: 9}, {0: 1, 1: 1, 2: 4}, {2: 40, 0: 3}, {0: 5, 2: 1, 1: 32})
 """Tokens of each sequence; in the third step, a chunk, layers run one by one."""
 
 
-@pytest.mark.parametrize("case", ["usual", "tied, biases", "as many key heads"])
-@NATIVE
+@pytest.mark.parametrize("case", list(RECURRENT)[:3])
+@pytest.mark.parametrize("factory", [PairFactory, ByteFactory, NibbleFactory])
 def test_layers_in_one_call_give_the_bits_of_layers_one_by_one(factory, case):
     """With drafts that are rejected between the steps, on one thread and on two."""
-    decoder = exact(factory, **CASES[case])
+    decoder = exact(factory, case)
     if not decoder.native:
         pytest.skip("heads are too narrow for the vectors of this machine")
 
@@ -217,16 +116,6 @@ def test_rows_around_the_recurrence_have_the_same_bits_alone(dim, dtype):
     assert torch.equal(gated(found, gates), torch.cat([gated(*pair) for pair in pairs]))
 
 
-@NATIVE
-def test_a_truncation_within_the_last_step_leaves_the_bits_of_never_having_fed_it(factory):
-    decoder = exact(factory)
-    plain = Executor(decoder)
-    plain.step({0: TOKENS[:40], 1: TOKENS[20:60]})
-    assert torch.equal(
-        with_rejected_drafts(Executor(decoder))[40:], torch.cat([plain.step({0: [each]})[0] for each in TOKENS[40:]])
-    )
-
-
 class Broken(RuntimeError):
     pass
 
@@ -261,24 +150,12 @@ def test_a_step_that_fails_in_a_layer_can_be_repeated_or_its_sequence_cut(layer,
 
 # --- the rest of a model ----------------------------------------------------------------------------------------------
 
-
 ADAPTED = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj", "o_proj", "down_proj")
 
 
-def test_adapters_of_recurrent_layers_and_gated_attention_are_merged_weights(tmp_path):
-    reference = model()
-    folder, plain = make_adapter(tmp_path / "one", reference, targets=ADAPTED, r=3), Oracle(reference, tokens=TOKENS)
-    decoder = native(reference)
-    merged = Oracle(merge(reference, folder), tokens=TOKENS)
-    assert error(plain.logits, merged.logits) > 0.01
-    _, loras = decoder.take_adapters(64)
-    load_adapters(tmp_path, loras)
-    ours = Executor(decoder, loras=loras, adapters={0: 1}).run(TOKENS, SPLITS[1])
-    assert error(ours, merged.logits) <= 3e-6
-
-
 def test_rows_with_adapters_of_our_kernels_have_the_bits_of_single_decodes(tmp_path):
-    reference, decoder = model(torch.bfloat16, **WIDE), exact(PairFactory)
+    reference = model(torch.bfloat16, **WIDE)
+    decoder = native_of(reference, PairFactory)
     folder = make_adapter(tmp_path / "one", reference, targets=ADAPTED, r=3)
     merged = Oracle(merge(reference, folder), torch.bfloat16, TOKENS)
     _, loras = decoder.take_adapters(64)
@@ -294,17 +171,6 @@ def test_rows_with_adapters_of_our_kernels_have_the_bits_of_single_decodes(tmp_p
     singly = rows([1] * 84)
     merged.check(singly)
     assert torch.equal(rows([32, 5, 1, 32, 14]), singly)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_checkpoint_is_loaded_by_the_names_of_transformers(dtype, tmp_path):
-    folder = make_checkpoint(tmp_path, "qwen3_5", dtype=dtype, **SHAPE)
-    oracle = Oracle(model(dtype), dtype, TOKENS)
-    ours = Executor(load_model(folder, dtype, CPU)).run(TOKENS, SPLITS[1])
-    if dtype == torch.float32:
-        assert error(ours, oracle.logits) <= 3e-6
-    else:
-        oracle.check(ours)
 
 
 def test_attention_without_a_gate_may_stand_beside_gated(monkeypatch):
@@ -349,26 +215,6 @@ def test_what_is_no_matrix_stays_in_float32():
     assert torch.allclose(found[0], found[1] * speed.exp(), rtol=1e-6, atol=0)
 
 
-def with_images(folder: Path, text: Any) -> None:
-    """Write a model of text and images with this text part."""
-    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
-
-    vision = {"hidden_size": 32, "intermediate_size": 48, "depth": 1, "num_heads": 2, "out_hidden_size": 64}
-    config = Qwen3_5Config(text_config=text.config.to_dict(), vision_config=vision | {"patch_size": 4})
-    whole = Qwen3_5ForConditionalGeneration(config)
-    whole.model.language_model, whole.lm_head = text.model, text.lm_head
-    whole.save_pretrained(folder)
-
-
-def test_the_text_part_of_a_model_with_images_is_the_decoder(tmp_path):
-    """And layers that draft tokens are left out."""
-    with_images(tmp_path, make_model("qwen3_5", **SHAPE))
-    rewrite(tmp_path, lambda tensors: tensors.update({"mtp.fc.weight": torch.zeros(3)}))
-    decoder, oracle = load_model(tmp_path, torch.float32, CPU), Oracle(model(), tokens=TOKENS)
-    assert decoder.spec.architecture == "Qwen3_5ForConditionalGeneration"
-    assert error(Executor(decoder).run(TOKENS, SPLITS[0]), oracle.logits) <= 3e-6
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("second", ["linear_attention", "full_attention"])
 def test_stages_have_their_own_states(second, dtype):
@@ -378,48 +224,10 @@ def test_stages_have_their_own_states(second, dtype):
     Oracle(reference, dtype, RANK_TOKENS).check(on_ranks(reference, Shard(0, 1, 0, 2), dtype))
 
 
-@pytest.mark.parametrize("whole", [TWO, FOUR], ids=["2", "4"])
-@pytest.mark.parametrize("case", CASES)
-def test_ranks_share_the_heads(case, whole):
-    """Also where several have the same key head."""
-    reference = model(vocab_size=500, **CASES[case])
-    assert error(on_ranks(reference, whole), Oracle(reference, tokens=RANK_TOKENS).logits) <= 3e-6
-
-
-def test_ranks_share_the_heads_in_bfloat16():
-    reference = model(torch.bfloat16, vocab_size=500, **WIDE)
-    Oracle(reference, torch.bfloat16, RANK_TOKENS).check(on_ranks(reference, TWO, torch.bfloat16, linear=PAIRS))
-
-
-def test_ranks_share_adapters(tmp_path):
-    reference = model(vocab_size=500)
-    folder = make_adapter(tmp_path / "one", reference, targets=ADAPTED, r=3)
-    ours, plain = on_ranks(reference, TWO, adapters=tmp_path), Oracle(reference)
-    merged = Oracle(merge(reference, folder))
-    assert error(plain.logits, merged.logits) > 0.01
-    assert error(ours, merged.logits) <= 3e-6
-
-
-@pytest.mark.parametrize(
-    ("changes", "ranks", "words"),
-    [
-        ({}, 3, "linear_num_value_heads 4 must be a multiple of it; of this model it can be 1, 2, 4$"),
-        (
-            {"linear_num_key_heads": 3, "linear_num_value_heads": 6},
-            2,
-            "linear_num_key_heads 3 must be a multiple of it, or the other way round; of this model it can be 1$",
-        ),
-        ({"linear_num_value_heads": 8}, 8, "num_attention_heads 4 must be a multiple of it; .* 1, 2, 4$"),
-    ],
-)
-def test_heads_that_ranks_cannot_share_are_refused_by_name(changes, ranks, words):
-    with pytest.raises(NotSupported, match=f"tensor_parallel {ranks}: {words}") as caught:
-        Shard(0, ranks).of(native(model(vocab_size=500, **changes)).spec)
-    assert caught.value.field == "tensor_parallel"
-
-
 def test_a_stage_without_attention_is_refused_by_name():
-    spec = ModelSpec.from_config(make_model("qwen3_5", **SHAPE | {"full_attention_interval": 4}).config.to_dict())
+    spec = ModelSpec.from_config(
+        make_model("qwen3_5", **SHAPES["qwen3_5"] | {"full_attention_interval": 4}).config.to_dict()
+    )
     with pytest.raises(NotSupported, match="stage 0 would have no layer with attention") as caught:
         Shard(0, 1, 0, 2).of(spec)
     assert caught.value.field == "pipeline_parallel"

@@ -144,6 +144,21 @@ def config_class(family: str) -> Any:
     return getattr(transformers, f"{name}TextConfig" if with_images else f"{name}Config")
 
 
+def drawn(family: str, name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """A random weight."""
+    noise = torch.randn(shape, generator=generator)
+    if name.endswith("norm.weight"):
+        offset = family.startswith("gemma") or (family in RECURRENT and "linear_attn" not in name)
+        return (not offset) + 0.2 * noise
+    if name.endswith(("A_log", "dt_bias")) or "embed_tokens" in name:
+        return noise
+    if "conv1d" in name:
+        return noise / shape[-1] ** 0.5
+    if name.endswith("bias"):
+        return 0.3 * noise
+    return noise * (1.5 if re.search("(q|k|qkv)_proj", name) else 1.0) / shape[-1] ** 0.5
+
+
 def make_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
     """A random transformers model of the family, float32, eager attention, in evaluation mode."""
     import transformers
@@ -162,20 +177,7 @@ def make_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            noise = torch.randn(weight.shape, generator=generator)
-            if name.endswith("norm.weight"):
-                offset = family.startswith("gemma") or (family in RECURRENT and "linear_attn" not in name)
-                weight.copy_((not offset) + 0.2 * noise)
-            elif name.endswith(("A_log", "dt_bias")):
-                weight.copy_(noise)
-            elif "conv1d" in name:
-                weight.copy_(noise / weight.shape[-1] ** 0.5)
-            elif name.endswith("bias"):
-                weight.copy_(0.3 * noise)
-            elif "embed_tokens" in name:
-                weight.copy_(noise)
-            else:
-                weight.copy_(noise * (1.5 if re.search("(q|k|qkv)_proj", name) else 1.0) / weight.shape[-1] ** 0.5)
+            weight.copy_(drawn(family, name, weight.shape, generator))
         for name, values in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 values.copy_(0.3 * torch.randn(values.shape, generator=generator))

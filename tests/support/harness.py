@@ -23,10 +23,10 @@ from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.kv.store import KvStore
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.decoder import Decoder
-from ferrum_rpc.models.linear import select_linear
+from ferrum_rpc.models.linear import LinearFactory, select_linear
 from ferrum_rpc.models.lora import Loras
 from ferrum_rpc.models.spec import ModelSpec
-from tests.support.checkpoints import checkpoint_tensors, make_model
+from tests.support.checkpoints import CLASSES, FAMILY_DEFAULTS, TINY, checkpoint_tensors, drawn, make_model
 from tests.support.poison import fill_journal, fill_slots
 
 CPU = torch.device("cpu")
@@ -57,6 +57,19 @@ def native(
     state = checkpoint_tensors(reference)
     for name in decoder.expected_tensors():
         decoder.load(name, state[name])
+    return decoder
+
+
+def random_decoder(
+    family: str, dtype: torch.dtype, linear: LinearFactory, device: torch.device = CPU, **overrides: Any
+) -> Decoder:
+    """A native decoder with random weights of ``dtype``, where no oracle is asked: importing transformers takes seconds
+    in a process of its own."""
+    config = {**TINY, **FAMILY_DEFAULTS.get(family, {}), **overrides}
+    spec = ModelSpec.from_config(config | {"architectures": [f"{CLASSES[family]}ForCausalLM"]})
+    decoder, generator = Decoder(spec, dtype, device, linear), torch.Generator().manual_seed(0)
+    for name, shape in decoder.expected_tensors().items():
+        decoder.load(name, drawn(family, name, shape, generator).to(dtype))
     return decoder
 
 
