@@ -39,8 +39,8 @@ class Rotation:
     """How heads are rotated. ``theta``: the default of ``rope_theta``. ``partial``: the default of
     ``partial_rotary_factor``; None: whole heads are rotated. ``pairs``: neighbouring channels are a pair, not channels
     i and i + half. ``longrope``: that scaling (and no other) is supported, with ``original`` as the context before it.
-    ``local``: the base of layers with a window, if they have their own rotation. ``irrelevant``: keys of its section
-    that change nothing."""
+    ``local``: the base of layers with a window, if they have their own rotation. ``dynamic``: that scaling is accepted,
+    which changes nothing within the context of the model. ``irrelevant``: keys of its section that change nothing."""
 
     theta: float = 10_000.0
     partial: float | None = None
@@ -48,6 +48,7 @@ class Rotation:
     longrope: bool = False
     original: int | None = None
     local: float | None = None
+    dynamic: bool = False
     irrelevant: frozenset[str] = frozenset()
 
 
@@ -94,6 +95,7 @@ class Family:
       with ``use_sliding_window``, those from ``max_window_layers`` on ("some") or those without a rotation ("no_rope").
       ``listed``: ``layer_types`` takes precedence. ``window``: the default of ``sliding_window``.
     - ``kv_heads``, ``head_dim``, ``inner``, ``tied``: the defaults of these fields; ``inner`` of ``intermediate_size``.
+      ``kv_heads_listed``: the field that has the KV heads of each layer.
     - ``norm``: without its ``eps``, which is the name of its field and the default. ``qk_norm``: of each head of query
       and key, or of the whole row.
     - ``activation``: as ``eps``; ``gelu_is_tanh``: its ``gelu`` means the tanh form. ``gated``: the MLP has a gate.
@@ -127,6 +129,7 @@ class Family:
     pattern: int = 1
     pattern_field: str | None = None
     kv_heads: int | None = None
+    kv_heads_listed: str | None = None
     head_dim: int | None = None
     inner: int | None = None
     tied: bool = False
@@ -346,6 +349,15 @@ FAMILIES: Final[dict[str, Family]] = {
         experts=QwenExperts(count=256, chosen=8, fixed=True),
         irrelevant=_QWEN_35.irrelevant | _OF_EXPERTS,
         neutral={**_QWEN_35.neutral, "decoder_sparse_step": (1,), "norm_topk_prob": (True,)},
+    ),
+    "DeciLMForCausalLM": Family(
+        ("deci",),
+        rotation=Rotation(dynamic=True),
+        mlp_bias="mlp_bias",
+        kv_heads_listed="num_key_value_heads_per_layer",
+        irrelevant=frozenset(
+            ("naive_attention_decode_batched", "naive_attention_decode_single", "naive_attention_prefill")
+        ),
     ),
     "DeepseekV2ForCausalLM": Family(
         ("deepseek_v2",),

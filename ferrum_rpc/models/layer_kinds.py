@@ -1,4 +1,5 @@
-"""In what the layers of one model differ: their windows, whether their heads are rotated, and which are recurrent."""
+"""In what the layers of one model differ: their windows, their KV heads, whether their heads are rotated, and which are
+recurrent."""
 
 from __future__ import annotations
 
@@ -29,6 +30,21 @@ def read_recurrent(config: Fields, layers: int) -> tuple[bool, ...]:
         other = "full" if all(found) else "linear"
         raise NotSupported(f"layer_types: a model without {other} attention is not supported", field="layer_types")
     return found
+
+
+def read_kv_heads(config: Fields, family: Family, layers: int, heads: int) -> tuple[int, ...] | None:
+    """Of each layer, if the family lists them; its ``heads`` of queries must be a multiple of them."""
+    if (field := family.kv_heads_listed) is None:
+        return None
+    listed = config.integers(field)
+    if listed is None or len(listed) != layers:
+        found = "is missing" if listed is None else f"has {len(listed)} entries"
+        raise InvalidRequest(f"{field} {found}; it must have one for each of {layers} layers", field=field)
+    for layer, each in enumerate(listed):
+        if each < 1 or heads % each:
+            message = f"{field}: num_attention_heads {heads} must be a multiple of {each}, which layer {layer} has"
+            raise InvalidRequest(message, field=field)
+    return listed
 
 
 def _no_rope(config: Fields, family: Family, layers: int) -> tuple[bool, ...]:

@@ -1,8 +1,9 @@
 """Rotary position embeddings: which rotation a configuration means.
 
 ``dynamic`` scaling is refused: its frequencies depend on the longest sequence of a batch, so that a sequence's numbers
-would change with its neighbours. ``longrope`` is frozen for the longest context that is served, as vLLM does: its long
-factors where that is longer than the context before scaling, else the short ones.
+would change with its neighbours. Within the context of the model it changes nothing, and no sequence is longer here:
+a family that nothing else can run may have it. ``longrope`` is frozen for the longest context that is served, as vLLM
+does: its long factors where that is longer than the context before scaling, else the short ones.
 
 Sources: RoFormer (2104.09864); linear: kaiokendev; llama3: the Llama 3.1 release; yarn: 2309.00071; longrope:
 2402.13753. The arithmetic follows ``transformers.modeling_rope_utils``, which is the oracle.
@@ -139,11 +140,15 @@ def _of_kind(  # noqa: PLR0917
     if rotation.longrope:
         known = "default", "longrope"
         kind = "longrope" if kind in LONGROPE_TOO else kind
+    if rotation.dynamic:
+        known = *SUPPORTED, "dynamic"
     given = rope.text("type", kind)
     if kind not in known or (given != kind and not (rotation.longrope and given in LONGROPE_TOO)):
         field = rope.name("rope_type" if "rope_type" in rope else "type")
         raise NotSupported(f"{field} {kind[:80]!r} is not supported; supported: {', '.join(known)}", field=field)
-    if kind == "default":
+    if kind == "dynamic":
+        rope.number("factor")  # of longer sequences
+    if kind in {"default", "dynamic"}:
         return RopeSpec(theta=theta)
     if kind == "linear":
         return RopeSpec("linear", theta, rope.number("factor"))

@@ -19,7 +19,7 @@ from ferrum_rpc.models.expert_config import read_experts
 from ferrum_rpc.models.families import ACTIVATIONS, FAMILIES, Family, Latent
 from ferrum_rpc.models.fields import Fields
 from ferrum_rpc.models.latent_config import read_latent
-from ferrum_rpc.models.layer_kinds import read_kinds, read_recurrent
+from ferrum_rpc.models.layer_kinds import read_kinds, read_kv_heads, read_recurrent
 from ferrum_rpc.models.parts.attention import Attention
 from ferrum_rpc.models.parts.dense import Dense
 from ferrum_rpc.models.parts.experts import Experts
@@ -219,6 +219,7 @@ def _layers(
     kv_heads = _kv_heads(config, family, heads)
     head_dim = _head_dim(config, family, hidden, heads)
     windows, no_rope = read_kinds(config, family, count)
+    listed = read_kv_heads(config, family, count, heads) or (kv_heads,) * count
     ropes = _ropes(config, family, max_context, head_dim)
     biased = config.flag(family.bias, family.biased) if None in {family.qkv_bias, family.output_bias} else False
     scale = head_dim**-0.5
@@ -251,11 +252,11 @@ def _layers(
     made = [
         replace(
             layer,
-            mixer=replace(mixer, window=window),
+            mixer=replace(mixer, window=window, kv_heads=own),
             mlp=mlp,
             rope=None if unrotated else int(len(ropes) > 1 and window is not None),
         )
-        for mlp, window, unrotated in zip(mlps, windows, no_rope, strict=True)
+        for mlp, window, own, unrotated in zip(mlps, windows, listed, no_rope, strict=True)
     ]
     if family.recurrent is not None:
         recurrent = Recurrent(hidden, _recurrent_shape(config), by_heads=family.recurrent == "heads")

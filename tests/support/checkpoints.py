@@ -92,7 +92,7 @@ LATENT_SHAPE: dict[str, Any] = {
 
 CLASSES = FAMILIES | RECURRENT | LATENT
 
-WITHOUT_TRANSFORMERS: dict[str, str] = {}
+WITHOUT_TRANSFORMERS: dict[str, str] = {"DeciLMForCausalLM": "tests/numerics/test_listed_kv_heads.py"}
 """Families that transformers lacks: the class, and the test (below the root) of its definition written in torch."""
 
 TINY: dict[str, Any] = {
