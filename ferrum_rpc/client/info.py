@@ -276,7 +276,8 @@ def info_from_proto(proto: model_executor_pb2.GetInfoResponse) -> ExecutorInfo:
             kv_bytes_per_token=cache.bytes_per_token,
             state_bytes=cache.state_bytes,
             states=None,
-            latent=False,  # not reported
+            latent=False,  # neither is reported
+            kv_shapes=(),
             eos_token_ids=tuple(model.eos_token_ids),
             bos_token_id=model.bos_token_id if model.HasField("bos_token_id") else None,
         ),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Set
 from contextlib import aclosing, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -27,7 +27,7 @@ from ferrum_rpc.errors import ExecutorError, InvalidRequest, KvCorrupt, NotSuppo
 from ferrum_rpc.executor.v1 import forward_pb2
 from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
 from ferrum_rpc.wire.items import handle_from_proto, handle_to_proto
-from ferrum_rpc.wire.kv_stream import FILE_MAGIC, PARTS, FrameFile
+from ferrum_rpc.wire.kv_stream import FILE_MAGIC, FrameFile, widest_bytes
 
 _SERVICE: Final = "/ferrum_rpc.executor.v1.KvTransfer/"
 LAYOUT: Final = b"\x0a"
@@ -224,9 +224,8 @@ async def abandoned(context: Context, request_id: str, deadline: Deadline) -> li
 async def chunk_tokens(context: Context, layout: pb.KvLayout, deadline: Deadline) -> int:
     """The tokens of a chunk that fits the executor's messages."""
     info = await context.info(deadline)
-    layers = max((each.layers for each in layout.tensors), default=layout.layers)
-    of_a_token = max(1, info.model.kv_bytes_per_token // max(1, layers))
-    return max(1, (info.limits.max_request_bytes - _OVERHEAD) // of_a_token)
+    of_a_token = widest_bytes(layout) or info.model.kv_bytes_per_token // max(1, layout.layers)
+    return max(1, (info.limits.max_request_bytes - _OVERHEAD) // max(1, of_a_token))
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -274,10 +273,12 @@ def read_layout(path: Path) -> pb.KvLayout:
 
 async def file_frames(path: Path, first: int) -> AsyncGenerator[bytes, None]:
     """The chunks of a file with tokens from ``first`` on, and their trailer."""
-    digest, frames = sha256(), _read(path)
+    digest, frames, of_tokens = sha256(), _read(path), set[str]()
     while (frame := await asyncio.to_thread(next, frames, None)) is not None:
-        chunk = frame.chunk
-        if frame.WhichOneof("frame") == "chunk" and _goes_beyond(chunk, first):
+        kind, chunk = frame.WhichOneof("frame"), frame.chunk
+        if kind == "layout":
+            of_tokens = {each.name for each in frame.layout.tensors if each.layers}
+        if kind == "chunk" and _goes_beyond(chunk, first, of_tokens):
             _digest(digest, chunk)
             yield frame.SerializeToString()
     yield pb.ExportKvResponse(trailer=pb.KvTrailer(sha256=digest.digest())).SerializeToString()
@@ -298,11 +299,13 @@ def _read(path: Path) -> Iterator[pb.ExportKvResponse]:
         raise InvalidRequest(f"cannot read {path}: {error.strerror or error}", field="path") from None
 
 
-def _goes_beyond(chunk: pb.KvChunk, first: int) -> bool:
-    """Whether a chunk has tokens from ``first`` on, or none: then it has rows of states."""
+def _goes_beyond(chunk: pb.KvChunk, first: int, of_tokens: Set[str]) -> bool:
+    """Whether a chunk has tokens from ``first`` on, or none: then it has rows of states. ``of_tokens``: the tensors
+    that have a row for each token, if the layout lists tensors."""
     if not chunk.parts:
         return chunk.first_token + chunk.keys.shape[0] > first
-    return chunk.parts[0].tensor != PARTS[0] or chunk.first_token + chunk.parts[0].data.shape[0] > first
+    [part, *_] = chunk.parts
+    return part.tensor not in of_tokens or chunk.first_token + part.data.shape[0] > first
 
 
 def _digest(digest: Any, chunk: pb.KvChunk) -> None:

@@ -92,10 +92,11 @@ class StateTensors:
 class ModelInfo:
     """Properties of the loaded model. ``kv_bytes_per_token`` counts K and V of all layers, and is known once there is a
     cache; ``state_bytes`` are those of a sequence's recurrent states, and ``states`` their tensors, if they can be
-    moved. ``latent``: the cache has one row per token and layer, of ``head_dim`` numbers, which is key and value;
-    GetInfo does not report this. ``folder``: its path on the executor's machine; empty for a built-in model.
-    ``fingerprint``: 32 bytes; models with the same one compute the same K and V. ``tokenizer_sha256``: of the tokenizer
-    of grammars; empty: there are none."""
+    moved. ``latent``: the cache has one row per token and layer, of ``head_dim`` numbers, which is key and value.
+    ``kv_shapes``: the KV heads and their width of each layer that keeps K and V, if they differ; then ``heads``,
+    ``kv_heads`` and ``head_dim`` are those of the first one. GetInfo reports neither. ``folder``: its path on the
+    executor's machine; empty for a built-in model. ``fingerprint``: 32 bytes; models with the same one compute the same
+    K and V. ``tokenizer_sha256``: of the tokenizer of grammars; empty: there are none."""
 
     name: str
     architecture: str
@@ -113,11 +114,16 @@ class ModelInfo:
     state_bytes: int = 0
     states: StateTensors | None = None
     latent: bool = False
+    kv_shapes: tuple[tuple[int, int], ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     folder: str = ""
     fingerprint: bytes = b""
     tokenizer_sha256: bytes = b""
+
+    def kv_shape(self, layer: int) -> tuple[int, int]:
+        """KV heads and their width in one of the layers that keep K and V, which ``layer`` counts."""
+        return self.kv_shapes[layer] if self.kv_shapes else (self.kv_heads, self.head_dim)
 
 
 NO_KERNELS: Final = "kernels=none"

@@ -266,7 +266,7 @@ class TorchRunner(StepRunner):
     ) -> list[tuple[npt.NDArray[np.uint8], ...]]:
         with self._operation("export", stage="export", settle=False):
             slots = self.kv.slots(sequence, start, end)
-            return [self.store.read(slots, layer, self.info.head_dim) for layer in layers]
+            return [self.store.read(slots, layer, self.info.kv_shape(layer)[1]) for layer in layers]
 
     def begin_import(self, sequence: int, tokens: TokenArray, ahead: int, prefix: PrefixUse | None) -> int:
         with self._operation("import", stage="import"):
@@ -286,7 +286,7 @@ class TorchRunner(StepRunner):
         with self._operation("import", stage="import", settle=False):
             if start < self._imports[sequence][0].cached:
                 raise KvMisuse(f"position {start} is in a block of the prefix cache")
-            self.store.write(self.kv.slots(sequence, start, end), layer, self.info.head_dim, parts)
+            self.store.write(self.kv.slots(sequence, start, end), layer, self.info.kv_shape(layer)[1], parts)
 
     def write_states(self, sequence: int, moved: MovedStates, pieces: Sequence[tuple[StateRows, Any]]) -> None:
         with self._operation("import", stage="import"):

@@ -112,7 +112,7 @@ class KvStream:
         if self._layout.states is None:
             return []
         moved = await self._ask(Command(Operations.state_lengths, held))
-        return [*rows_of(self._layout.states, moved, self._layout.chunk_bytes(size))]
+        return [*rows_of(self._layout.states, moved, size * self._layout.widest_bytes)]
 
     async def _frames(  # noqa: PLR0917
         self,
@@ -129,11 +129,11 @@ class KvStream:
         layout, number, digest = self._layout, self.record.sequence, sha256() if self.foreign else None
         for start in range(first, length, size):
             end = min(start + size, length)
-            step = max(1, READ_BYTES // layout.chunk_bytes(end - start))
+            step = max(1, READ_BYTES // (layout.widest_bytes * (end - start)))
             for layer in range(0, layout.layers, step):
                 layers = range(layer, min(layer + step, layout.layers))
                 pieces = await self._ask(Command(Operations.read_kv, number, start, end, layers))
-                self._moved(found := layout.chunk_bytes(end - start) * len(layers))
+                self._moved(found := sum([layout.chunk_bytes(each, end - start) for each in layers]))
                 if staging is None:
                     yield start, await _off_loop(found, _chunks, layout, digest, layers, start, end, pieces)
                     continue
@@ -153,7 +153,7 @@ class KvStream:
     def _tokens_of_a_chunk(self, wanted: int = 0) -> int:
         """How many: as ``wanted``, but of no more bytes than go into a message."""
         block_size = self._state.engine.cache.block_size
-        limit = max(1, CHUNK_BYTES // self._layout.chunk_bytes(1))
+        limit = max(1, CHUNK_BYTES // self._layout.widest_bytes)
         if limit > block_size:
             limit -= limit % block_size
         return min(wanted, limit) if wanted else limit
@@ -224,30 +224,35 @@ class KvReceiver(KvStream):
         self, chunk: pb.KvChunk, layer: int, group: tuple[int, int] | None, digest: Any, reader: ChunkReader | None
     ) -> tuple[int, int]:
         """Check a chunk and write it. Returns its tokens, which have to be those of ``layer`` 0 of its ``group``."""
-        tokens, parts = chunk_from_proto(self._layout, chunk)
+        if chunk.layer != layer:  # its tensors depend on it
+            raise self._disordered()
+        tokens, parts = chunk_from_proto(self._layout, layer, chunk)
         start, end = chunk.first_token, chunk.first_token + tokens
         follows = start <= self.next_token if group is None else start == group[1]
-        if chunk.layer != layer or not (follows if layer == 0 else (start, end) == group):
-            raise InvalidRequest(
-                "chunks must come in the order of tokens without gaps, and for the same tokens in the order of layers",
-                field="chunk",
-                metadata={"next_token": self.next_token},
-            )
+        if not (follows if layer == 0 else (start, end) == group):
+            raise self._disordered()
         if end > len(self._tokens):
             raise InvalidRequest(f"the sequence has {len(self._tokens)} tokens, not {end}", field="chunk")
         if chunk.HasField("remote"):
-            parts = await self._read(reader, chunk.remote, tokens)
+            parts = await self._read(reader, chunk.remote, layer, tokens)
         self._moved(sum(map(len, parts)))
         if digest is not None:
             where = f"layer {layer} of the tokens from {start} on"
-            kinds = [(name, dtype) for name, dtype, *_ in self._layout.parts(1)]
+            kinds = [(name, dtype) for name, dtype, *_ in self._layout.parts(layer, 1)]
             await self._check(digest, kinds, parts, chunk, where, {"layer": layer, "first_token": start})
         await self._write(layer, start, end, parts)
         return start, end
 
+    def _disordered(self) -> InvalidRequest:
+        return InvalidRequest(
+            "chunks must come in the order of tokens without gaps, and for the same tokens in the order of layers",
+            field="chunk",
+            metadata={"next_token": self.next_token},
+        )
+
     def _has_rows(self, chunk: pb.KvChunk) -> bool:
         """Whether a chunk is not one of tokens."""
-        return bool(chunk.parts) and chunk.parts[0].tensor not in self._layout.names
+        return bool(chunk.parts) and chunk.parts[0].tensor not in self._layout.token_tensors
 
     async def _receive_rows(
         self, chunk: pb.KvChunk, states: StateReceiver, digest: Any, waiting: list[tuple[StateRows, bytes]]
@@ -305,12 +310,14 @@ class KvReceiver(KvStream):
                 field="chunk.crc32c",
             )
 
-    async def _read(self, reader: ChunkReader | None, remote: pb.KvRemote, tokens: int) -> tuple[bytes, ...]:
+    async def _read(
+        self, reader: ChunkReader | None, remote: pb.KvRemote, layer: int, tokens: int
+    ) -> tuple[bytes, ...]:
         """The parts of a chunk that the stream does not bring."""
         if reader is None:
             raise InvalidRequest("a chunk has no data", field="chunk.remote")
         data, parts, at = await reader.read(remote, self.next_token), [], 0
-        for *_, size in self._layout.parts(tokens):
+        for *_, size in self._layout.parts(layer, tokens):
             parts.append(data[at : at + size])
             at += size
         return tuple(parts)

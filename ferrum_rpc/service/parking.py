@@ -158,7 +158,7 @@ class Park(KvStream):
                 await self._ask(Command(Operations.hold_states, self.record.sequence, held))
             rows = await self._rows(held, size)
             chunks = layout.layers * -(-length // size) + len(rows)
-            max_size = layout.layers * layout.chunk_bytes(length) + CHUNK_OVERHEAD * (chunks + 2) + 5 * length
+            max_size = layout.token_bytes * length + CHUNK_OVERHEAD * (chunks + 2) + 5 * length
             max_size += sum([layout.row_bytes(each) for each in rows])
             path = files.allocate(account, max_size)
             try:

@@ -66,8 +66,8 @@ class Export(KvStream):
         size = self._tokens_of_a_chunk(request.chunk_tokens)
         if request.transport:
             if self._layout.by_name:
-                raise NotSupported("a cache of other tensors than K and V is moved in the stream only")
-            self._staging = StagedChunks(offered(state.nixl, request.transport), self._layout.chunk_bytes(size))
+                raise NotSupported("a cache that is not K and V alike in all layers is moved in the stream only")
+            self._staging = StagedChunks(offered(state.nixl, request.transport), size * self._layout.widest_bytes)
         await OperationCall(state, handle, self.record.account.caller, self._copy)
         length = handle.seq_len
         if first > length:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from hmac import compare_digest
 from typing import Any, BinaryIO, ClassVar, Final
@@ -21,7 +22,7 @@ from ferrum_rpc.executor.v1 import kv_transfer_pb2, types_pb2
 from ferrum_rpc.wire.framing import framed_chunk
 from ferrum_rpc.wire.items import options_from_proto
 from ferrum_rpc.wire.state_stream import RowTensor, row_tensors
-from ferrum_rpc.wire.tensor import DTYPE_BY_NAME, NUMPY_BY_DTYPE, is_finite
+from ferrum_rpc.wire.tensor import DTYPE_BY_NAME, NUMPY_BY_DTYPE
 
 FILE_MAGIC: Final = b"ferrum-rpc kv\x00\x00\x01"
 """What a client's file of a sequence begins with. The frames of an export follow, as a `FrameFile` has them."""
@@ -33,8 +34,9 @@ ROWS: Final = "latents"
 """What a chunk calls rows that are keys and values at once."""
 
 OF_K_AND_V: Final = ("layers", "kv_heads", "head_dim", "dtype")
-OF_CACHES: Final = ("model_fingerprint", *OF_K_AND_V, "adapter")
-"""Fields of a layout that say which caches it is of, beside its tensors."""
+"""Fields of a layout without a list of tensors."""
+
+UNKNOWN_BYTES: Final = 8
 
 ROUNDED: Final = (types_pb2.D_TYPE_I8, types_pb2.D_TYPE_F8_E4M3)
 """Caches that have scales."""
@@ -42,14 +44,13 @@ ROUNDED: Final = (types_pb2.D_TYPE_I8, types_pb2.D_TYPE_F8_E4M3)
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """What every cache of a model is made of, or of a model with an adapter. ``layers``: those that keep K and V;
-    ``dtype``: one of the contract's. ``states``: what other layers keep of a sequence. ``latent``: a token has one row
-    in place of K and V. With either the contract has a list of tensors."""
+    """What every cache of a model is made of, or of a model with an adapter. ``shapes``: KV heads and their width, of
+    each layer that keeps K and V; ``dtype``: one of the contract's. ``states``: what other layers keep of a sequence.
+    ``latent``: a token has one row in place of K and V. With either, or if shapes differ, the contract has a list of
+    tensors."""
 
     model_fingerprint: bytes
-    layers: int
-    kv_heads: int
-    head_dim: int
+    shapes: tuple[tuple[int, int], ...]
     dtype: types_pb2.DType
     adapter: str = ""
     states: StateTensors | None = None
@@ -62,37 +63,47 @@ class CacheLayout:
         dtype = DTYPE_BY_NAME.get(model.kv_dtype)
         if dtype is None:
             raise NotSupported(f"a cache of {model.kv_dtype} cannot be moved")
-        fingerprint = fingerprint or model.fingerprint
-        layout = cls(
-            fingerprint, model.layers, model.kv_heads, model.head_dim, dtype, adapter, model.states, model.latent
-        )
-        if model.states is not None:
-            layout = replace(layout, layers=model.layers - model.states.layers)
-        if layout.chunk_bytes(1) * layout.layers != model.kv_bytes_per_token:
-            raise NotSupported("a cache whose layers keep different numbers of a token cannot be moved or parked")
-        return layout
+        layers = model.layers - (0 if model.states is None else model.states.layers)
+        shapes = tuple([model.kv_shape(layer) for layer in range(layers)])
+        return cls(fingerprint or model.fingerprint, shapes, dtype, adapter, model.states, model.latent)
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Of the tensors of a chunk."""
+    def layers(self) -> int:
+        """Those that keep K and V."""
+        return len(self.shapes)
+
+    @property
+    def kinds(self) -> dict[tuple[int, int], int]:
+        """The shapes that there are, in the order of the first layers that have them, with the numbers of layers."""
+        return Counter(self.shapes)
+
+    def names(self, layer: int) -> tuple[str, ...]:
+        """Of the tensors of a chunk of a layer. If shapes differ, those of the first one end in ``.1``, and so on."""
         if self.latent:
             return (ROWS,)
-        return PARTS if self.dtype in ROUNDED else PARTS[:2]
+        names, kinds = PARTS if self.dtype in ROUNDED else PARTS[:2], [*self.kinds]
+        number = kinds.index(self.shapes[layer]) + 1
+        return names if len(kinds) == 1 else tuple([f"{name}.{number}" for name in names])
+
+    @property
+    def token_tensors(self) -> frozenset[str]:
+        """The names of the tensors of all layers."""
+        return frozenset(name for shape in self.kinds for name in self.names(self.shapes.index(shape)))
 
     @property
     def by_name(self) -> bool:
         """Whether chunks name their tensors."""
-        return self.states is not None or self.latent
+        return self.states is not None or self.latent or len(self.kinds) > 1
 
     @property
     def state_tensors(self) -> dict[str, RowTensor]:
         """Tensors of the whole sequence, by name."""
         return {} if self.states is None else row_tensors(self.states)
 
-    def parts(self, tokens: int) -> Iterator[tuple[str, types_pb2.DType, tuple[int, ...], int]]:
-        """Of each tensor of a chunk of so many tokens: its field, type, shape and bytes."""
-        shape: tuple[int, ...] = (tokens, self.kv_heads, self.head_dim)
-        for index, name in enumerate(self.names):
+    def parts(self, layer: int, tokens: int) -> Iterator[tuple[str, types_pb2.DType, tuple[int, ...], int]]:
+        """Of each tensor of a chunk of so many tokens of a layer: its field or name, type, shape and bytes."""
+        shape: tuple[int, ...] = (tokens, *self.shapes[layer])
+        for index, name in enumerate(self.names(layer)):
             dtype = self.dtype if index < 2 else types_pb2.D_TYPE_F32
             extents = shape if index < 2 else shape[:2]
             yield name, dtype, extents, math.prod(extents) * NUMPY_BY_DTYPE[dtype].itemsize
@@ -101,29 +112,35 @@ class CacheLayout:
         """Bytes of rows of one of them."""
         return rows.rows * self.state_tensors[rows.name].row_bytes
 
-    def chunk_bytes(self, tokens: int) -> int:
-        """Bytes of the tensors of a chunk."""
-        return sum(size for *_, size in self.parts(tokens))
+    def chunk_bytes(self, layer: int, tokens: int) -> int:
+        """Bytes of the tensors of a chunk of a layer."""
+        return sum(size for *_, size in self.parts(layer, tokens))
 
-    def not_finite(self, parts: Sequence[Any]) -> str:
-        """The name of the first of a chunk's ``parts`` (buffers) that has a NaN or an infinity; empty if none has."""
-        for (name, dtype, *_), part in zip(self.parts(1), parts, strict=True):
-            if not is_finite(dtype, part):
-                return name
-        return ""
+    @property
+    def widest_bytes(self) -> int:
+        """Bytes of a token in the layer that keeps the most."""
+        return max(self.chunk_bytes(self.shapes.index(shape), 1) for shape in self.kinds)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token in all layers."""
+        return sum(count * self.chunk_bytes(self.shapes.index(shape), 1) for shape, count in self.kinds.items())
 
     def _fields(self) -> dict[str, Any]:
         """What says of a layout which caches it is of."""
-        fields = {name: getattr(self, name) for name in OF_CACHES}
+        of_all = (0, 0, 0, types_pb2.D_TYPE_UNSPECIFIED) if self.by_name else (self.layers, *self.shapes[0], self.dtype)
+        shape = dict(zip(OF_K_AND_V, of_all, strict=True))
+        fields = {"model_fingerprint": self.model_fingerprint, **shape, "adapter": self.adapter}
         if not self.by_name:
             return {**fields, "tensors": []}
         tensors = [
-            kv_transfer_pb2.KvTensor(name=name, dtype=dtype, shape=shape[1:], layers=self.layers)
-            for name, dtype, shape, _ in self.parts(1)
+            kv_transfer_pb2.KvTensor(name=name, dtype=dtype, shape=extents[1:], layers=count)
+            for shape, count in self.kinds.items()
+            for name, dtype, extents, _ in self.parts(self.shapes.index(shape), 1)
         ]
         for name, dtype, of_a_row in self.state_tensors.values():
             tensors.append(kv_transfer_pb2.KvTensor(name=name, dtype=dtype, shape=of_a_row))
-        return {**fields, **dict.fromkeys(OF_K_AND_V, 0), "tensors": tensors}
+        return {**fields, "tensors": tensors}
 
     def to_proto(self, tokens: TokenArray, block_size: int) -> kv_transfer_pb2.KvLayout:
         """As the first frame of an export has it."""
@@ -141,6 +158,17 @@ class CacheLayout:
                 field="header.layout",
                 metadata={"differs": ",".join(differs), **told},
             )
+
+
+def widest_bytes(layout: kv_transfer_pb2.KvLayout) -> int:
+    """Bytes of a token in the layer that keeps the most, according to the tensors of a layout; 0: it lists none. Those
+    of one layer have names with the same end. Numbers of a type that is not known count as `UNKNOWN_BYTES`."""
+    found = Counter[str]()
+    for each in layout.tensors:
+        if each.layers:
+            size = NUMPY_BY_DTYPE[each.dtype].itemsize if each.dtype in NUMPY_BY_DTYPE else UNKNOWN_BYTES
+            found[each.name.partition(".")[2]] += math.prod(each.shape) * size
+    return max(found.values(), default=0)
 
 
 def _told(value: Any) -> Any:
@@ -183,7 +211,7 @@ def chunk_to_proto(  # noqa: PLR0917
     """The frame of an export with a chunk of so many tokens. ``parts``: uint8 [bytes] each."""
     named = [
         (name, dtype, shape, data.data)
-        for (name, dtype, shape, _), data in zip(layout.parts(tokens), parts, strict=True)
+        for (name, dtype, shape, _), data in zip(layout.parts(layer, tokens), parts, strict=True)
     ]
     return framed_chunk(layer, first_token, named, crc32c, by_name=layout.by_name)
 
@@ -199,25 +227,25 @@ def remote_chunk_to_proto(  # noqa: PLR0917
 ) -> bytes:
     """The same of a chunk whose data are read from elsewhere."""
     chunk = kv_transfer_pb2.KvChunk(layer=layer, first_token=first_token, crc32c=crc32c, remote=remote)
-    for name, dtype, shape, _ in layout.parts(tokens):
+    for name, dtype, shape, _ in layout.parts(layer, tokens):
         getattr(chunk, name).MergeFrom(types_pb2.Tensor(dtype=dtype, shape=shape))
     return kv_transfer_pb2.ExportKvResponse(chunk=chunk).SerializeToString()
 
 
-def chunk_from_proto(layout: CacheLayout, chunk: kv_transfer_pb2.KvChunk) -> tuple[int, tuple[bytes, ...]]:
-    """How many tokens a chunk has, and its parts, which are empty where they are to be read from elsewhere. Raises
-    `InvalidRequest` where they are not what the layout says."""
-    by_name, elsewhere = layout.by_name, chunk.HasField("remote")
-    if by_name and [each.tensor for each in chunk.parts] != [*layout.names]:
-        raise InvalidRequest(f"a chunk must have the parts {', '.join(layout.names)}", field="chunk.parts")
+def chunk_from_proto(layout: CacheLayout, layer: int, chunk: kv_transfer_pb2.KvChunk) -> tuple[int, tuple[bytes, ...]]:
+    """How many tokens a chunk of ``layer`` has, and its parts, which are empty where they are to be read from
+    elsewhere. Raises `InvalidRequest` where they are not what the layout says."""
+    by_name, elsewhere, names = layout.by_name, chunk.HasField("remote"), layout.names(layer)
+    if by_name and [each.tensor for each in chunk.parts] != [*names]:
+        raise InvalidRequest(f"a chunk of layer {layer} must have the parts {', '.join(names)}", field="chunk.parts")
     if by_name and elsewhere:
         raise InvalidRequest("the data of such a cache must be in its chunks", field="chunk.remote")
-    tensors = [each.data for each in chunk.parts] if by_name else [getattr(chunk, name) for name in layout.names]
+    tensors = [each.data for each in chunk.parts] if by_name else [getattr(chunk, name) for name in names]
     tokens = tensors[0].shape[0] if tensors[0].shape else 0
     if not tokens:
         raise InvalidRequest("a chunk must have tokens", field="chunk.keys")
     found = []
-    for tensor, (name, dtype, shape, stored) in zip(tensors, layout.parts(tokens), strict=True):
+    for tensor, (name, dtype, shape, stored) in zip(tensors, layout.parts(layer, tokens), strict=True):
         data, size = tensor.data, 0 if elsewhere else stored
         if tensor.dtype != dtype or tuple(tensor.shape) != shape or len(data) != size:
             raise InvalidRequest(
@@ -225,7 +253,7 @@ def chunk_from_proto(layout: CacheLayout, chunk: kv_transfer_pb2.KvChunk) -> tup
                 field=f"chunk.{name}",
             )
         found.append(data)
-    if elsewhere and chunk.remote.size != (expected := layout.chunk_bytes(tokens)):
+    if elsewhere and chunk.remote.size != (expected := layout.chunk_bytes(layer, tokens)):
         raise InvalidRequest(
             f"the tensors of a chunk are {expected} bytes, not {chunk.remote.size}", field="chunk.remote.size"
         )

@@ -50,7 +50,7 @@ def test_a_runner_with_a_cache_in_fp8(monkeypatch):
     )
     with ours.context():
         parts = ours.read_kv(1, 0, 20, layers)
-    assert [[each.nbytes for each in layer] for layer in parts] == [[size for *_, size in layout.parts(20)]] * 2
+    assert [[each.nbytes for each in layer] for layer in parts] == [[size for *_, size in layout.parts(0, 20)]] * 2
     with oracle.context():
         oracle.begin_import(2, TOKENS[:20], 0, None)
         for layer in layers:

@@ -37,7 +37,7 @@ async def servers() -> AsyncIterator[tuple[Fabric, Served, Served]]:
     fabric = Fabric()
     with mock.patch.object(nixl, "SLOT_BYTES", ROOM * CHUNK):
         async with serving(fabric) as source, serving(fabric) as target:
-            assert CacheLayout.of(source.server.state.model).chunk_bytes(8) == CHUNK
+            assert CacheLayout.of(source.server.state.model).chunk_bytes(0, 8) == CHUNK
             yield fabric, source, target
 
 

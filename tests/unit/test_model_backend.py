@@ -7,10 +7,12 @@ import re
 import shutil
 import sys
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,8 +27,9 @@ from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.models.hf.describe import HfSpec, _is_window, describe
 from ferrum_rpc.weights.checkpoint import Checkpoint
 from tests.support.checkpoints import configure, make_checkpoint, rewrite
-from tests.support.hf_families import make_family_checkpoint
+from tests.support.hf_families import make_family, make_family_checkpoint
 from tests.support.inside import module_of
+from tests.support.listed_kv_heads import LISTED, make_deci
 from tests.support.serving import serve_model
 
 
@@ -315,23 +318,78 @@ def test_all_of_its_weights_and_its_cache_are_planned(other_folder, capsys):
     assert "GPTNeoXForCausalLM, float32" in capsys.readouterr().out
 
 
-async def test_a_cache_of_uneven_layers_serves_and_does_not_move(tmp_path, capsys):
-    """Of a model whose layers share K and V, which says what their copies cost."""
+async def test_layers_that_share_keys_and_values_say_what_their_copies_cost(tmp_path, capsys):
     folder = make_family_checkpoint(tmp_path / "model", "gemma4_text (shared K and V)")
     assert run("plan", folder) == 0
     assert "of 768 bytes" in (planned := capsys.readouterr().out)
     assert "384 bytes of these are copies" in planned
-    config = settings(folder, model_backend="hf")
-    async with serve_model(config, park_dir=tmp_path / "parked") as served, ExecutorClient(served.target) as client:
+    async with serve_model(settings(folder, model_backend="hf")) as served, ExecutorClient(served.target) as client:
         info = await client.info()
         assert "384 of the cache's 768 bytes" in dict(info.device.choices)["shared_kv=copied"]
         assert info.model.kv_bytes_per_token == 768
-        sequence = client.sequence()
-        await sequence.prefill([5, 6, 7, 8, 9])
-        for move in (sequence.export_to(tmp_path / "file"), sequence.park()):
-            with pytest.raises(NotSupported, match="layers keep different numbers"):
-                await move
-        await sequence.decode(4)
+
+
+GLOBAL = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_attention_heads": 4, "num_hidden_layers": 4}
+GLOBAL |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 24}
+"""Of a Gemma 4 whose layers without a window have fewer and wider heads: 1 of 24, and 2 of 8."""
+
+
+UNLIKE: dict[str, tuple[str, Callable[[], Any], int]] = {
+    "gemma4_text": ("hf", lambda: make_family("gemma4_text", **GLOBAL), 2 * 2 * (2 * 8 + 1 * 24) * 4),
+    "deci": ("native", make_deci, 2 * sum(LISTED) * 16 * 4),
+}
+"""Models whose layers have unlike KV heads: the backend, what makes one in transformers, and the bytes of a token in
+float32."""
+
+
+@pytest.mark.parametrize("family", UNLIKE)
+async def test_layers_of_unlike_widths_are_shared_cut_parked_and_moved(tmp_path, capsys, family):
+    """With the rows of transformers wherever the sequence is, and nothing of it computed twice."""
+    (backend, make, token_bytes), folder = UNLIKE[family], tmp_path / "model"
+    model = make()
+    model.save_pretrained(folder)
+    assert run("plan", folder, "--dtype", "float32") == 0
+    assert f"{token_bytes:,} bytes" in capsys.readouterr().out
+    config = settings(folder, dtype="float32", kv_blocks=40)
+    prompt, file = [*range(5, 40)], tmp_path / "file"
+    with torch.inference_mode():
+        truth = model(input_ids=torch.tensor([[*prompt, 7]])).logits[0, -1].numpy()
+
+    async def rows(sequence: Any) -> np.ndarray[Any, Any]:
+        """Of one more token, which is taken back."""
+        found = (await sequence.decode(7, FullLogits())).logits
+        await sequence.truncate(len(prompt))
+        return found
+
+    def right(found: np.ndarray[Any, Any]) -> bool:
+        return bool(np.abs(found - truth).max() / truth.std() < 1e-5)
+
+    here = replace(config, kv_tier_dir=tmp_path / "tier")
+    async with serve_model(here, park_dir=tmp_path / "parked") as served, ExecutorClient(served.target) as client:
+        info = await client.info()
+        assert f"model={backend}" in dict(info.device.choices)
+        assert info.model.kv_bytes_per_token == token_bytes
+        assert {Capability.KV_TRANSFER, Capability.PARK} <= info.capabilities
+        assert Capability.KV_TRANSPORT_NIXL not in info.capabilities
+        sequence, other = client.sequence(), client.sequence()
+        await sequence.prefill(prompt)
+        again = await other.prefill(prompt)
+        assert again.cached_tokens == 32
+        assert right(await rows(sequence)) and right(await rows(other))
+        [forked] = await sequence.fork()
+        await sequence.truncate(21)
+        await sequence.prefill(prompt[21:])
+        assert right(await rows(forked)) and right(await rows(sequence))
+        await sequence.export_to(file)
+        await other.park()
+        assert right(await rows(other))
+        async with serve_model(config) as second, ExecutorClient(second.target) as there:
+            direct, brought = there.sequence(), there.sequence()
+            await forked.move_to(direct)
+            assert right(await rows(direct))
+            await brought.import_from(file)  # of which this server has most blocks already
+            assert right(await rows(brought))
+            assert second.server.state.engine.counters.tokens == 2  # those of `rows`
 
 
 async def test_a_cache_of_latents_is_shared_parked_and_moved(tmp_path, capsys):

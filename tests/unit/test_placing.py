@@ -135,7 +135,7 @@ def test_what_is_told_of_blocks_on_a_device_lies_on_the_host():
     )
     with torch.inference_mode(), fake_device() as device:
         layers = [CacheSpec(1, 8, torch.float32)] * 2
-        store = RankedStore(layers, 6, 4, device, ranks=told, shard=Shard(0, 2), count=2, kv_heads=2)
+        store = RankedStore(layers, 6, 4, device, ranks=told, shard=Shard(0, 2), kv_heads=[2, 2])
         assert store.block_bytes == store.own_block_bytes + 1000 and isinstance(store.keys[0], OnFakeDevice)
         slots, pairs = np.array([4, 9]), np.array([[1, 3]])
         saved = store.save(slots)

@@ -50,6 +50,7 @@ from ferrum_rpc.models.shard import Shard
 from ferrum_rpc.models.spec import ModelSpec
 from tests.support.checkpoints import make_checkpoint, make_model
 from tests.support.inside import in_flight, ranks_of, sequences
+from tests.support.listed_kv_heads import LISTED, make_deci_checkpoint
 from tests.support.ranks import World
 from tests.support.rows import answered
 from tests.unit.test_runner_transactions import LARGEST, SCENARIOS, SILENT, SIZE, Saboteur, Twins, same_outcomes
@@ -191,6 +192,31 @@ def test_a_cache_is_read_and_written_as_if_one_rank_had_it(checkpoints, family, 
             assert len(block) == target.store.block_bytes == latents * one.store.block_bytes
             target.store.write_block(4, block.tobytes())
             assert (target.store.read_block(4) == block).all()
+            source.release([1])
+            target.release([2])
+
+
+@pytest.mark.parametrize("cut", [(2, 1), (4, 1), (2, 2)], ids=["2", "4", "2 x 2"])
+def test_a_cache_of_layers_that_differ_is_read_and_written_as_if_one_rank_had_it(tmp_path, cut):
+    """A rank has heads of its own in one layer, and in another the one that its neighbours have too."""
+    checkpoint, texts = make_deci_checkpoint(tmp_path, vocab_size=500), range(30, 53)
+    with closing(World(settings_of(checkpoint, cut))) as world, torch.inference_mode():
+        one, ours = build_runner(settings_of(checkpoint, (1, 1))), world.runner
+        assert one.info.kv_shapes == ours.info.kv_shapes == tuple((heads, 16) for heads in LISTED)
+        assert one.info.kv_bytes_per_token == ours.info.kv_bytes_per_token == 2 * sum(LISTED) * 16 * 4
+        held = sum(max(cut[0], heads) for heads in LISTED)
+        assert ours.store.block_bytes == 2 * held * 16 * 4 * SIZE
+        for source, target in ((one, ours), (ours, one)):
+            expected = answered(source, span(1, texts))
+            target.begin_import(2, source.token_ids(1), 0, None)
+            read = source.read_kv(1, 0, len(texts), range(LAYERS))
+            assert [each.nbytes for each, _ in read] == [len(texts) * heads * 16 * 4 for heads in LISTED]
+            for layer, parts in enumerate(read):
+                target.write_kv(2, 0, len(texts), layer, parts)
+            target.commit_import(2)
+            for sequence, runner in ((1, source), (2, target)):
+                expected += answered(runner, span(sequence, [5], len(texts)))
+            assert np.abs(expected[1]["logits"] - expected[2]["logits"]).max() < 1e-4
             source.release([1])
             target.release([2])
 

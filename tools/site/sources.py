@@ -60,7 +60,9 @@ def metric_families() -> Iterator[MetricFamily]:
     state: Any = ServerState(ServeSettings(model=ModelSettings("identity")).limits())
     cache, counters = CacheState(block_size=16, total_blocks=1, free_blocks=1, sequences=0), EngineCounters()
     state.engine = SimpleNamespace(cache=cache, counters=counters, queued_items=0, queued_tokens=0, ranks=())
-    model = SimpleNamespace(name="", architecture="", tokenizer_sha256="", vocab_size=1, state_bytes=0, latent=False)
+    model = SimpleNamespace(
+        name="", architecture="", tokenizer_sha256="", vocab_size=1, state_bytes=0, latent=False, kv_shapes=()
+    )
     state.serve(model, SimpleNamespace(name="cpu"))
     metrics = Metrics(state, CallLog(), StepMeter(), failpoints={"": 1})
     for part in vars(Metrics).values():

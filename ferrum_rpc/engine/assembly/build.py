@@ -234,12 +234,14 @@ def _grammars(choices: Choices, info: ModelInfo, reasons: Reasons) -> tuple[Mode
 def _describe(choices: Choices, model: Model) -> ModelInfo:
     """What a scheduler must know about the served model."""
     config, facts = choices.config, choices.facts
+    shapes = tuple((each.kv_heads, each.head_dim) for each in facts.all_layers)
     info = replace(
         model.info(config.name or facts.name),
         max_context=choices.max_context,
         kv_bytes_per_token=choices.slot_bytes_of_all,
         state_bytes=choices.state_bytes_of_all,
         states=choices.state_tensors,
+        kv_shapes=shapes if len({*shapes}) > 1 else (),
         fingerprint=choices.source.fingerprint(),
     )
     if config.kv_dtype in ROUNDED:
@@ -281,8 +283,8 @@ def _make_cache(
     reasons.append((f"kv_blocks={blocks} ({mib(blocks * block_bytes)})", reason))
     make: Callable[..., KvStore] = KvStore
     if sharing:
-        shard, heads = sharing.setup.shard, info.kv_heads
-        make = partial(RankedStore, ranks=sharing.ranks, shard=shard, count=info.layers, kv_heads=heads, slots=slots)
+        heads = [each.kv_heads for each in choices.facts.all_layers]
+        make = partial(RankedStore, ranks=sharing.ranks, shard=sharing.setup.shard, kv_heads=heads, slots=slots)
     try:
         store, attention = make_cache(choices, model, blocks + 1, config.block_size, make)
         states = make_slots(choices, slots, partial(RankedSlots, ranks=sharing.ranks) if sharing else RecurrentStore)

@@ -201,9 +201,8 @@ class RemoteRows(Marker):
 
 class RankedStore(KvStore):
     """Rank 0's part of the cache. Operations on blocks run on all ranks, and reads combine all ranks: a layer's heads
-    in their order, as of a single rank, and a block's bytes rank by rank. ``layers`` of all stages have
-    the same spec; there are ``count`` of them, and ``kv_heads`` heads on all ranks together. ``slots``: those for
-    recurrent states that each rank has besides."""
+    in their order, as of a single rank, and a block's bytes rank by rank. ``kv_heads``: of each layer of
+    all stages, the heads on all ranks together. ``slots``: those for recurrent states that each rank has besides."""
 
     def __init__(
         self,
@@ -214,13 +213,13 @@ class RankedStore(KvStore):
         *,
         ranks: Ranks,
         shard: Shard,
-        count: int,
-        kv_heads: int,
+        kv_heads: Sequence[int],
         slots: int = 0,
     ) -> None:
         super().__init__(layers, num_blocks, block_size, device)
         self._ranks, self._shard, self._kv_heads = ranks, shard, kv_heads
-        self._stages = [Shard(0, shard.ranks, stage, shard.stages).layers(count) for stage in range(shard.stages)]
+        stages = [Shard(0, shard.ranks, stage, shard.stages) for stage in range(shard.stages)]
+        self._stages = [each.layers(len(kv_heads)) for each in stages]
         self._numbers = 0
         self._block_bytes = [self.own_block_bytes, *ranks.ask("equip", num_blocks, block_size, slots)]
 
@@ -240,22 +239,24 @@ class RankedStore(KvStore):
         super().restore(saved)
 
     def read(self, slots: Int64Array, layer: int, width: int) -> tuple[Bytes, ...]:
+        kv_heads = self._kv_heads[layer]
         layer, owners = self._owners(layer)
         others = self._ranks.order("cache", "read", slots, layer, width, to=[each for each in owners if each])
         found = [super().read(slots, layer, width)] if 0 in owners else []
         found += self._ranks.collect(others)
-        heads = len(slots), self._kv_heads // len(owners), -1
+        heads = len(slots), kv_heads // len(owners), -1
         return tuple(
             np.concatenate([part.reshape(heads) for part in parts], 1).reshape(-1) for parts in zip(*found, strict=True)
         )
 
     def write(self, slots: Int64Array, layer: int, width: int, parts: Sequence[Any]) -> None:
+        kv_heads = self._kv_heads[layer]
         layer, owners = self._owners(layer)
-        each = max(1, self._kv_heads // self._shard.ranks)
-        heads = [np.frombuffer(part, np.uint8).reshape(len(slots), self._kv_heads, -1) for part in parts]
+        each = max(1, kv_heads // self._shard.ranks)
+        heads = [np.frombuffer(part, np.uint8).reshape(len(slots), kv_heads, -1) for part in parts]
         first = owners[0] - owners[0] % self._shard.ranks
         for rank in range(self._shard.ranks):
-            low = rank * self._kv_heads // self._shard.ranks
+            low = rank * kv_heads // self._shard.ranks
             own = [part[:, low : low + each].tobytes() for part in heads]
             if first + rank == 0:
                 super().write(slots, layer, width, own)
@@ -290,5 +291,5 @@ class RankedStore(KvStore):
         """Which layer of its stage a layer is, and ranks that have all of its heads between them, each once."""
         ranks = self._shard.ranks
         stage = next(index for index, layers in enumerate(self._stages) if layer in layers)
-        same = max(1, ranks // self._kv_heads)  # neighbouring ranks with the same head
+        same = max(1, ranks // self._kv_heads[layer])  # neighbouring ranks with the same head
         return layer - self._stages[stage].start, list(range(stage * ranks, (stage + 1) * ranks, same))
