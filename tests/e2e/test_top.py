@@ -34,6 +34,8 @@ from tests.support.serving import Gate, loading
 
 TOP = (sys.executable, "-m", "ferrum_rpc.cli", "top")
 PATIENCE_S = 20.0
+PAUSE_S = 0.005
+"""Between tokens that are read: two clients that read as fast as they can leave the commands no processor."""
 
 
 class Watched:
@@ -148,6 +150,7 @@ async def loaded(*servers: ServerProcess) -> AsyncIterator[None]:
                 async with client.sequence() as sequence:
                     async for _ in sequence.generate([1, 2, 3], max_tokens=30_000, stop=()):
                         began.set()
+                        await asyncio.sleep(PAUSE_S)
 
     tasks = [asyncio.create_task(generate(each.target, event)) for each, event in zip(servers, begun, strict=True)]
     try:

@@ -146,7 +146,8 @@ async def _die_and_restart(  # noqa: PLR0917
     """A server for every point, which dies there; the next one gets the scheduler with its old handles."""
     dice = random.Random(f"{seed} {action}")
     held: list[Held] = []
-    for point in [*(each for each in points if action in actions(each)), None]:
+    here = [each for each in points if action in actions(each)]
+    for point in [*here, None] if here else []:
         rule = "" if point is None else f"{point}={action}@{dice.randint(1, 4)}"
         async with start(rule, counts) as client:
             scheduler = ScriptedClient(client, held, dice, counts, model=model)

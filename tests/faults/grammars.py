@@ -43,6 +43,8 @@ from tests.support.tokens import token_file
 
 PROMPT: Final = encode("The register of ")
 SLOWER: Final = 3.0
+PAUSE_S: Final = 0.01
+"""Between a neighbour's steps: where tests share two cores, grammars are compiled with what it leaves."""
 AT_ONCE: Final = 8
 MOVES: Final = 2
 """At a time: an export and an import each, of four transfers that an executor allows."""
@@ -238,6 +240,7 @@ async def _steps(client: ExecutorClient, output: Greedy, least: int, over: async
             answer: Answer = await sequence.decode(token, output)
             seconds.append(time.monotonic() - began)
             token = answer.token
+            await asyncio.sleep(PAUSE_S)
             if token == END:
                 await sequence.truncate(len(PROMPT) - 1)
                 token = (await sequence.prefill(PROMPT[-1:], output)).token

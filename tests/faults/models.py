@@ -15,17 +15,14 @@ from typing import Any, Final
 import numpy as np
 
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.native import cpu
 from ferrum_rpc.wire.rows import float_rows, rows_from_proto
 from tests.faults.figures import Figures, Promise
 from tests.faults.sizes import AGAIN, CI, Size
-from tests.support.checkpoints import RECURRENT_SHAPE, make_checkpoint, make_model
 from tests.support.grammars import MODEL, VOCABULARY
 from tests.support.identity_oracle import TOLERANCE, OracleConfig, identity_logits
 
-SHAPE: Final = RECURRENT_SHAPE | {"vocab_size": VOCABULARY, "max_position_embeddings": 8192}
-EXACT: Final = "bfloat16" if cpu.flags() & {"avx2"} else "float32"
-"""The dtype in which rows of short spans have the bits of single decodes, where there is one."""
+SHAPE: Final = {"vocab_size": VOCABULARY, "max_position_embeddings": 8192}
+"""Of the model with recurrent states, where it is not `RECURRENT_SHAPE`."""
 
 SLOTS: Final = 128
 """More than any promise holds sequences at a time that does not say so."""
@@ -79,19 +76,26 @@ DEMO: Final = Model({"path": str(MODEL), "dtype": "float32"})
 
 @cache
 def recurrent() -> Model:
-    """A tiny Qwen3.5 with the tokenizer of the demo model. Its folder is gone at the end of this process."""
+    """A tiny Qwen3.5 with the tokenizer of the demo model, in the dtype in which rows of short spans have the bits of
+    single decodes, where there is one. Its folder is gone at the end of this process."""
+    from ferrum_rpc.native import cpu  # which imports torch: the programs of this folder need none
+    from tests.support.checkpoints import RECURRENT_SHAPE, make_checkpoint
+
     folder = Path(tempfile.mkdtemp(prefix="ferrum-rpc-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    make_checkpoint(folder, "qwen3_5", **SHAPE)
+    make_checkpoint(folder, "qwen3_5", **RECURRENT_SHAPE | SHAPE)
     for each in MODEL.glob("tokenizer*"):
         shutil.copy(each, folder)
-    settings = {"path": str(folder), "dtype": EXACT, "state_slots": SLOTS}
+    exact = "bfloat16" if cpu.flags() & {"avx2"} else "float32"
+    settings = {"path": str(folder), "dtype": exact, "state_slots": SLOTS}
     return Model(settings, lambda tokens: _reference_logits(tuple(tokens)), 1e-3, recurrent=True)
 
 
 @cache
 def _reference() -> Any:
-    return make_model("qwen3_5", **SHAPE)
+    from tests.support.checkpoints import RECURRENT_SHAPE, make_model
+
+    return make_model("qwen3_5", **RECURRENT_SHAPE | SHAPE)
 
 
 @lru_cache(1024)
