@@ -29,21 +29,8 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
 
 async def test_a_session_is_measured(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "report.json"
-    flags = (
-        "--context",
-        "16",
-        "--way",
-        "session",
-        "--depth",
-        "2",
-        "--batch",
-        "3",
-        "--steps",
-        "120",
-        "--json",
-        str(file),
-    )
-    assert await run(served.target, "bench", *flags, token=TOKEN) == 0
+    flags = ["--context", "16", "--way", "session", "--depth", "2", "--batch", "3", "--steps", "120", "--json"]
+    assert await run(served.target, "bench", *flags, str(file), token=TOKEN) == 0
     said = capsys.readouterr()
     assert not said.err  # no progress line where it is no terminal
     report = json.loads(file.read_text())

@@ -285,21 +285,6 @@ async def test_items_follow_each_other() -> None:
         assert on.length == len(PROMPT) + 40
 
 
-async def test_chunks_of_a_prompt_and_plain_decodes_are_followed_too() -> None:
-    async with connected() as (_, client):
-        expected = await by_hand(client, 3)
-        sequence = client.sequence(keep_tokens=True)
-        made = sequence.item(PROMPT[:2], SAMPLE)
-        chunk = sequence.item(PROMPT[2:], SAMPLE, follows=made)
-        first = asyncio.ensure_future(client.forward([made]))
-        second = asyncio.ensure_future(client.forward([chunk]))
-        await first
-        last = sequence.item(output=SAMPLE, follows=chunk)
-        third = asyncio.ensure_future(client.forward([last]))
-        assert [(await second)[0].token, (await third)[0].token] == expected[:2]
-        assert sequence.tokens == PROMPT + expected[:1]
-
-
 async def test_a_follower_of_what_ends_otherwise_changes_nothing() -> None:
     async with connected() as (_, client):
         expected = await by_hand(client, 12)

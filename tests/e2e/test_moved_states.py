@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from ferrum_rpc.client import Capability, ExecutorClient, FullLogits, OutputSpec
 from ferrum_rpc.client.client import connection_of
 from ferrum_rpc.client.retry import Deadline
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.errors import KvBlocksExhausted, KvCorrupt, LayoutMismatch, NotSupported, Reason, StepFailed
+from ferrum_rpc.errors import KvBlocksExhausted, LayoutMismatch, NotSupported, Reason, StepFailed
 from ferrum_rpc.executor.v1 import info_pb2, kv_transfer_pb2
 from ferrum_rpc.service import kv_stream
 from tests.support.checkpoints import RECURRENT_SHAPE, make_checkpoint
@@ -315,28 +314,11 @@ def lengths(*numbers: int) -> Callable[[kt.KvChunk], None]:
     return lambda chunk: data(chunk, np.array(numbers, "<u4").tobytes())
 
 
-def reshaped(chunk: kt.KvChunk) -> None:
-    shape = chunk.parts[0].data.shape
-    shape[:] = [shape[0] * 2, shape[1] // 2, *shape[2:]]
-
-
-def cut(chunk: kt.KvChunk) -> None:
-    part = chunk.parts[0].data
-    part.data = part.data[:-4]
-
-
 WRONG: dict[str, tuple[Any, Reason]] = {
     "no states": (without("slot.states"), Reason.INVALID_REQUEST),
-    "no gates": (without("slot.gates"), Reason.INVALID_REQUEST),
-    "no lengths": (without("slot.lengths"), Reason.INVALID_REQUEST),
     "no gates of the checkpoint": (without("checkpoint.gates"), Reason.INVALID_REQUEST),
     "no values": (changed("values", lambda chunk: chunk.parts.pop()), Reason.INVALID_REQUEST),
     "parts in another order": (changed("keys", lambda chunk: chunk.parts.reverse()), Reason.INVALID_REQUEST),
-    "another shape": (changed("slot.states", reshaped), Reason.INVALID_REQUEST),
-    "another type": (changed("slot.gates", lambda c: setattr(c.parts[0].data, "dtype", 2)), Reason.INVALID_REQUEST),
-    "too few bytes": (changed("slot.channels", cut), Reason.INVALID_REQUEST),
-    "another row": (changed("slot.states", lambda c: setattr(c, "first_row", 1)), Reason.INVALID_REQUEST),
-    "two parts": (changed("slot.states", lambda c: c.parts.append(c.parts[0])), Reason.INVALID_REQUEST),
     "an unknown tensor": (changed("slot.states", lambda c: setattr(c.parts[0], "tensor", "x")), Reason.INVALID_REQUEST),
     "rows twice": (lambda chunks: chunks.insert(-1, chunks[-1]), Reason.INVALID_REQUEST),
     "rows behind the last": (lambda chunks: chunks.append(chunks[-1]), Reason.INVALID_REQUEST),
@@ -344,11 +326,6 @@ WRONG: dict[str, tuple[Any, Reason]] = {
     "states before tokens": (lambda chunks: chunks.insert(0, chunks.pop()), Reason.INVALID_REQUEST),
     "states within tokens": (lambda chunks: chunks.insert(1, chunks.pop(6)), Reason.INVALID_REQUEST),
     "longer than the sequence": (changed("slot.lengths", lengths(101, 101)), Reason.INVALID_REQUEST),
-    "a floor above": (changed("slot.lengths", lengths(99, 100)), Reason.INVALID_REQUEST),
-    "a floor too deep": (changed("slot.lengths", lengths(100, 67, 67, 67)), Reason.INVALID_REQUEST),
-    "folded beyond the floor": (changed("slot.lengths", lengths(100, 98, 98, 99)), Reason.INVALID_REQUEST),
-    "folded too long ago": (changed("slot.lengths", lengths(100, 100, 35, 100)), Reason.INVALID_REQUEST),
-    "huge lengths": (changed("slot.lengths", lengths(2**32 - 1, 2**32 - 1)), Reason.INVALID_REQUEST),
     "not a number": (changed("slot.states", lambda c: data(c, b"\xff" * 4)), Reason.KV_CORRUPT),
     "an infinity": (changed("checkpoint.gates", lambda c: data(c, b"\0\0\x80\x7f")), Reason.KV_CORRUPT),
     "lengths of another checksum": (changed("slot.lengths", lengths(101, 101), seal=False), Reason.KV_CORRUPT),
@@ -356,25 +333,16 @@ WRONG: dict[str, tuple[Any, Reason]] = {
 }
 
 
-FIELDS = {
-    "not a number": ("chunk.slot.states", "slot.states of rows from 0 on are not finite"),
-    "another row": ("chunk.first_row", "first_row of slot.states must be 0, not 1"),
-    "an unknown tensor": ("chunk.parts.tensor", "'x' came where those of slot.states from 0 on were expected"),
-    "no gates of the checkpoint": ("trailer", "those of checkpoint.gates from 0 on were expected"),
-}
-
-
 @pytest.mark.parametrize("case", WRONG)
 async def test_a_stream_that_is_not_right_is_refused_and_another_one_goes_on(there: There, case: str) -> None:
+    """What else may be wrong with rows: tests/unit/test_state_stream.py."""
     layout, chunks, wanted = await frames_of(there[0])
     change, reason = WRONG[case]
     wrong = [kt.KvChunk.FromString(each.SerializeToString()) for each in chunks]
     change(wrong)
     target = there[2]
     error = await refused(imported(target, header(layout), *brought(wrong)), reason)
-    field, message = FIELDS.get(case, (error.field, ""))
-    assert (error.field or "").startswith(("chunk", "trailer"))
-    assert error.field == field and message in error.message
+    assert (error.field or "").startswith("chunk.slot.states" if case == "not a number" else ("chunk", "trailer"))
     answer = await imported(target, header(layout), *brought(chunks))
     assert not answer.replayed and await row(target, answer.handle) == wanted
     await release(target, answer.handle)
@@ -405,28 +373,3 @@ async def test_without_states_the_tokens_are_fed_again(there: There) -> None:
         answer = await target.decode([9 % 6], handle)
         assert answer.output.recomputed_tokens == (len(PROMPT) - 96 if first == "checkpoint" else len(PROMPT))
         await release(target, answer.output.handle)
-
-
-async def test_between_unlike_blocks_a_prompt_is_found_where_its_checkpoint_ends_with_a_block(
-    there: There, config: ModelSettings
-) -> None:
-    _, source, _, _ = there
-    async with serve_model(replace(config, block_size=5)) as other, ExecutorClient(other.target) as target:
-        for length, found in ((100, 0), (63, 60)):
-            leaves, moved, again = source.sequence(), target.sequence(), target.sequence()
-            await leaves.prefill(tokens := [length % 6, *PROMPT[: length - 1]])
-            await leaves.move_to(moved)
-            assert (await again.prefill([*tokens, 1])).cached_tokens == found
-            await moved.decode(1)
-
-
-async def test_a_file_that_was_changed_is_found_before_anything_is_sent(there: There, tmp_path: Path) -> None:
-    _, source, _, target = there
-    sequence, path = await fed(source), tmp_path / "file"
-    await sequence.export_to(path)
-    content = bytearray(path.read_bytes())
-    content[-200] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(KvCorrupt):
-        await target.sequence().import_from(path)
-    await sequence.release()

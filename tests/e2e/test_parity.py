@@ -116,29 +116,18 @@ def answers(results: list[Any]) -> list[Answer]:
     return results
 
 
-async def test_prefill(client: ExecutorClient, tally: Tally) -> None:
-    for prompt in (PROMPT, LONG, PROMPT[:1]):
-        for output in (ROWS, ROW):
-            async with client.sequence() as sequence:
-                tally.add((await sequence.prefill(prompt, output)).logits, prompt)
-
-
-async def test_chunked_prefill_at_every_split(client: ExecutorClient, tally: Tally) -> None:
-    for split in range(1, len(PROMPT)):
+async def test_prompts_whole_and_in_pieces(client: ExecutorClient, tally: Tally) -> None:
+    for prompt, output, chunk in (
+        *((prompt, output, None) for prompt in (PROMPT, LONG, PROMPT[:1]) for output in (ROWS, ROW)),
+        *((PROMPT, ROWS, chunk) for chunk in (1, 2, 3, 5, 16)),
+        (LONG, ROWS, 130),
+    ):
         async with client.sequence() as sequence:
-            tally.add((await sequence.prefill(PROMPT[:split], ROWS)).logits, PROMPT[:split])
-            tally.add((await sequence.prefill(PROMPT[split:], ROWS)).logits, PROMPT)
-
-
-async def test_prefill_in_many_chunks(client: ExecutorClient, tally: Tally) -> None:
-    for chunk in (1, 2, 3, 5, 16):
+            tally.add((await sequence.prefill(prompt, output, chunk=chunk)).logits, prompt)
+    for prompt, split in ((PROMPT, 7), (LONG, 18)):
         async with client.sequence() as sequence:
-            tally.add((await sequence.prefill(PROMPT, ROWS, chunk=chunk)).logits, PROMPT)
-    async with client.sequence() as sequence:
-        tally.add((await sequence.prefill(LONG, ROWS, chunk=130)).logits, LONG)
-    async with client.sequence() as sequence:
-        await sequence.prefill(LONG[:18], SILENT)
-        tally.add((await sequence.prefill(LONG[18:], ROWS)).logits, LONG)
+            tally.add((await sequence.prefill(prompt[:split], ROWS)).logits, prompt[:split])
+            tally.add((await sequence.prefill(prompt[split:], ROWS)).logits, prompt)
 
 
 async def test_hidden_states_are_what_the_head_reads(client: ExecutorClient, model: Model) -> None:
@@ -151,42 +140,6 @@ async def test_hidden_states_are_what_the_head_reads(client: ExecutorClient, mod
         assert worst(ours, truth) <= FLOAT32_BOUND
     else:
         assert error(ours, truth) <= SIXTEEN_BITS_BOUND * error(theirs, truth)
-
-
-async def test_batch_prefill_new_ones_and_chunks(client: ExecutorClient, tally: Tally) -> None:
-    sequences = [client.sequence(keep_tokens=True) for _ in range(6)]
-    for round_ in range(3):
-        counts = np.random.default_rng(round_).integers(1, 20, size=len(sequences))
-        items = [
-            sequence.item(some_tokens(10 * round_ + index, count), ROWS)
-            for index, (sequence, count) in enumerate(zip(sequences, counts, strict=True))
-        ]
-        for sequence, answer in zip(sequences, answers(await client.batch_prefill(items)), strict=True):
-            tally.add(answer.logits, sequence.tokens)
-
-
-async def test_decode(client: ExecutorClient, tally: Tally) -> None:
-    sequence = await started(client, PROMPT[:1])
-    for token in PROMPT[1:]:
-        tally.add((await sequence.decode(token, ROW)).logits, sequence.tokens)
-
-
-async def test_decode_of_independent_callers(client: ExecutorClient, tally: Tally) -> None:
-    sequences = [await started(client, some_tokens(size, size)) for size in (1, 4, 7, 16, 23, 50)]
-
-    async def generate(sequence: Sequence, seed: int) -> None:
-        for token in some_tokens(seed, 8):
-            tally.add((await sequence.decode(token, ROW)).logits, sequence.tokens)
-
-    await asyncio.gather(*[generate(sequence, 100 + each) for each, sequence in enumerate(sequences)])
-
-
-async def test_batch_decode(client: ExecutorClient, tally: Tally) -> None:
-    sequences = [await started(client, some_tokens(size, size)) for size in (1, 3, 4, 8, 15, 16, 17, 40)]
-    for step in range(8):
-        items = [sequence.item([(31 * step + index) % VOCAB], ROW) for index, sequence in enumerate(sequences)]
-        for sequence, answer in zip(sequences, answers(await client.batch_decode(items)), strict=True):
-            tally.add(answer.logits, sequence.tokens)
 
 
 async def test_verify_rows_are_those_of_decoding_one_by_one(model: Model, client: ExecutorClient, tally: Tally) -> None:

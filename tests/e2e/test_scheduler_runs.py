@@ -22,7 +22,6 @@ from tests.support.fleets import identity, several
 from tests.support.lossy import proxied
 from tests.support.proxy import proxied as relayed
 from tests.support.scheduling import (
-    NEW_TOKENS,
     SAMPLED,
     SHAPES,
     STOP,
@@ -42,10 +41,6 @@ from tests.support.scheduling import (
 )
 from tests.support.states import with_states
 
-PERSISTENT = ResendPolicy(times=5, backoff_s=0)
-"""For a network that resets connections all the time: a release that is given up keeps its blocks until the lease ends,
-and the pools here are small."""
-
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
@@ -53,31 +48,38 @@ def expected() -> list[list[int]]:
     return of_one(lambda served: one_at_a_time(served.target, prompts(12)))
 
 
+@pytest.fixture(scope="module")
+def sampled() -> Texts:
+    """Twelve texts by single steps, and what ended them."""
+    return of_one(partial(scheduled, work=requests(prompts(12)), sampling=SAMPLED, stop=STOP))
+
+
 @pytest.mark.parametrize(
-    ("shape", "session"),
+    ("shape", "run_tokens", "session"),
     [
-        ("a roomy pool", True),
-        ("a roomy pool", False),
-        ("a token a step", True),
-        ("chunks of five", True),
-        ("a pool for three", True),
-        ("a pool for one, in chunks", False),
-        ("no headroom at all", True),
+        *((shape, 0, True) for shape in ("a roomy pool", "a token a step", "chunks of five", "no headroom at all")),
+        *((shape, 0, False) for shape in ("a pool for three", "a pool for one, in chunks")),
+        ("a roomy pool", 1, True),
+        ("a roomy pool", 32, False),
+        ("a pool for one, in chunks", 5, False),
+        *((shape, (5, 32)[at % 2], True) for at, shape in enumerate(SHAPES)),
+        ("no headroom at all", 32, True),
     ],
 )
-async def test_greedy_tokens_do_not_depend_on_budget_pool_or_company(shape, expected, session) -> None:
+async def test_texts_do_not_depend_on_budget_pool_company_or_runs(shape, run_tokens, session, sampled) -> None:
     blocks, budget = SHAPES[shape]
+    assert {ending for _, ending in sampled} == {RequestEnd.LENGTH, RequestEnd.STOP}
     async with emptied(kv_blocks=blocks) as served:
-        work = requests(prompts(12))
-        run = await schedule(served.target, work, budget=budget, session=session)
-        assert [each.generated for each in work] == expected
-        assert all((each.stage, each.ending) == (Stage.FINISHED, RequestEnd.LENGTH) for each in work)
+        work, how = requests(prompts(12)), {"budget": budget, "session": session, "run_tokens": run_tokens}
+        run = await schedule(served.target, work, sampling=SAMPLED, stop=STOP, **how)
+        assert texts(work) == sampled
+        assert not run.failed and run.rebuilds == 0
         assert run.preemptions == sum(each.preemptions for each in work)
         assert blocks < 512 or run.preemptions == 0
-        if shape == "no headroom at all":
+        if shape == "no headroom at all" and not run_tokens:
             assert run.preemptions > work[0].preemptions == 0, "the oldest is never a victim"
             assert run.peak_use > 0.9
-        assert run.decode_tokens + run.prompt_tokens >= sum(len(each.prompt) + NEW_TOKENS - 1 for each in work)
+        assert run.decode_tokens + run.prompt_tokens >= sum(len(each.prompt) + len(each.generated) - 1 for each in work)
 
 
 @BOTH_WAYS
@@ -95,11 +97,15 @@ async def test_the_executor_is_told_of_every_step_in_one_call(expected: list[lis
         assert run.sequences / run.steps > 3
 
 
-async def test_two_schedulers_on_one_small_pool_both_finish_with_the_right_tokens(expected: list[list[int]]) -> None:
-    async with emptied(kv_blocks=32) as served:
+@pytest.mark.parametrize("short_of", ["blocks", "slots"])
+async def test_two_schedulers_share_what_there_is(expected: list[list[int]], short_of: str) -> None:
+    scarce: dict[str, Any] = {"kv_blocks": 32} if short_of == "blocks" else {"kv_blocks": 512, "made": with_states(3)}
+    async with emptied(**scarce) as served:
         both = [requests(prompts(12)) for _ in range(2)]
-        budget = Budget(tokens=64, items=32, running=12, headroom=0)
-        await asyncio.gather(*(schedule(served.target, work, budget=budget, session=True) for work in both))
+        how: dict[str, Any] = {"run_tokens": 8}
+        if short_of == "blocks":
+            how = {"budget": Budget(tokens=64, items=32, running=12, headroom=0)}
+        await asyncio.gather(*(schedule(served.target, work, session=True, **how) for work in both))
         for work in both:
             assert [each.generated for each in work] == expected
 
@@ -111,14 +117,6 @@ async def test_no_more_sequences_begin_than_there_are_slots(expected: list[list[
         run = await schedule(served.target, work, session=True, run_tokens=run_tokens)
         assert [each.generated for each in work] == expected
         assert run.preemptions == served.server.state.counters.kv_exhausted == 0
-
-
-async def test_two_schedulers_share_the_slots_that_there_are(expected: list[list[int]]) -> None:
-    async with emptied(kv_blocks=512, made=with_states(3)) as served:
-        both = [requests(prompts(12)) for _ in range(2)]
-        await asyncio.gather(*(schedule(served.target, work, session=True, run_tokens=8) for work in both))
-        for work in both:
-            assert [each.generated for each in work] == expected
 
 
 async def test_a_request_that_is_refused_a_slot_waits_until_another_ends(expected: list[list[int]]) -> None:
@@ -141,32 +139,6 @@ async def test_an_executor_with_less_than_wanted_is_still_used_to_the_end(limit,
 
 
 # --- several tokens a trip ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def sampled() -> Texts:
-    """Twelve texts by single steps, and what ended them."""
-    return of_one(partial(scheduled, work=requests(prompts(12)), sampling=SAMPLED, stop=STOP))
-
-
-@pytest.mark.parametrize(
-    ("shape", "run_tokens", "session"),
-    [("a roomy pool", 1, True), ("a roomy pool", 32, False), ("a pool for one, in chunks", 5, False)]
-    + [(shape, run_tokens, True) for at, shape in enumerate(SHAPES) for run_tokens in (5, 32)[at % 2 : at % 2 + 1]]
-    + [("a pool for three", 32, True), ("no headroom at all", 32, True)],
-)
-async def test_texts_are_the_same_with_runs_whatever_the_budget_and_the_pool(
-    shape: str, run_tokens: int, sampled: Texts, session: bool
-) -> None:
-    blocks, budget = SHAPES[shape]
-    assert {ending for _, ending in sampled} == {RequestEnd.LENGTH, RequestEnd.STOP}
-    async with emptied(kv_blocks=blocks) as served:
-        work = requests(prompts(12))
-        run = await schedule(
-            served.target, work, budget=budget, sampling=SAMPLED, stop=STOP, session=session, run_tokens=run_tokens
-        )
-        assert texts(work) == sampled
-        assert not run.failed and run.rebuilds == 0
 
 
 async def test_a_text_that_ends_early_waits_for_no_longer_run() -> None:
@@ -209,19 +181,6 @@ async def test_lost_answers_change_no_token(expected: list[list[int]], policy: R
         assert run.rebuilds == 0, "resending is enough"
 
 
-async def test_lost_connections_change_no_token(sampled: Texts) -> None:
-    """By unary calls. Promise R2 has a session's."""
-    how: Any = {"run_tokens": 4, "resend": PERSISTENT}
-    async with identity(kv_blocks=40) as served, relayed(served.target, seed=1) as proxy:
-        proxy.weather.resets = 0.03
-        while not proxy.lost_connections:
-            work = requests(prompts(12))
-            run = await schedule(proxy.target, work, sampling=SAMPLED, stop=STOP, **how)
-            assert texts(work) == sampled
-            assert run.rebuilds == 0, "resending is enough"
-        proxy.weather.resets = 0.0
-
-
 @BOTH_WAYS
 async def test_a_restart_in_the_middle_changes_no_token(expected: list[list[int]], session: bool) -> None:
     async with several(2, kv_blocks=40) as (first, second), relayed(first.target) as proxy:
@@ -232,12 +191,11 @@ async def test_a_restart_in_the_middle_changes_no_token(expected: list[list[int]
         assert len(second.server.state.handles) == 0
 
 
-@pytest.mark.parametrize(("session", "run_tokens"), [(True, 0), (False, 0), (True, 8)])
-async def test_a_reset_in_the_middle_changes_no_token(session: bool, run_tokens: int, sampled: Texts) -> None:
-    how: Any = {"session": session, "run_tokens": run_tokens}
+async def test_a_reset_in_the_middle_changes_no_token(sampled: Texts) -> None:
+    """By unary calls. A session's: tests/e2e/test_scheduler_machine.py."""
     async with identity(kv_blocks=40) as served, ExecutorClient(served.target) as operator:
         watcher, work = At({30: operator.reset, 90: operator.reset}), requests(prompts(12))
-        run = await schedule(served.target, work, sampling=SAMPLED, stop=STOP, watcher=watcher, **how)
+        run = await schedule(served.target, work, sampling=SAMPLED, stop=STOP, watcher=watcher)
         await asyncio.gather(*watcher.doing)
         assert run.rebuilds > 0
         assert texts(work) == sampled

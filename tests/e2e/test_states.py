@@ -1,12 +1,10 @@
 """A model with recurrent layers through the client, against a real executor: rows are those of `transformers` after
-verification, truncation to any length, forks, prefix hits and lost answers."""
+verification, truncation to any length, forks and lost answers."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,7 @@ import torch
 
 from ferrum_rpc.client import ExecutorClient, FullLogits, OutputSpec, Positions, Run
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.errors import Cancelled, DeadlineExceeded, KvBlocksExhausted, StepFailed
+from ferrum_rpc.errors import Cancelled, DeadlineExceeded, StepFailed
 from ferrum_rpc.failpoints import Failpoints, parse_failpoints
 from tests.support.checkpoints import make_checkpoint, make_model
 from tests.support.clients import BOTH_WAYS
@@ -81,53 +79,6 @@ async def test_a_sequence_is_cut_and_fed_as_any_other(served: Served, session: b
         assert len(run.tokens) == 5 and run.recomputed_tokens == 60
         await sequence.release()
         assert (await client.status()).pressure.free_slots == SLOTS
-
-
-async def test_a_prompt_that_is_known_is_not_computed_again(served: Served) -> None:
-    async with ExecutorClient(served.target) as client:
-        first, second = client.sequence(), client.sequence()
-        await first.prefill(PROMPT)
-        answer = await second.prefill([*PROMPT, 1, 2, 3], LAST)
-        assert answer.cached_tokens == len(PROMPT) - 4 and near(answer.logits, [*PROMPT, 1, 2, 3])
-
-
-async def test_after_a_restart_a_prompt_is_computed_from_its_last_checkpoint_on(
-    config: ModelSettings, tmp_path: Path
-) -> None:
-    for cached in (0, len(PROMPT)):
-        async with (
-            serve_model(replace(config, kv_tier_dir=tmp_path)) as served,
-            ExecutorClient(served.target) as client,
-        ):
-            answer = await client.sequence().prefill([*PROMPT, 1], LAST)
-            assert answer.cached_tokens == cached and near(answer.logits, [*PROMPT, 1])
-
-
-async def test_without_a_slot_a_sequence_is_refused_and_the_next_one_comes(served: Served) -> None:
-    async with ExecutorClient(served.target) as client:
-        held = [client.sequence() for _ in range(SLOTS)]
-        for each in held:
-            await each.prefill([1, 2, 3])
-        with pytest.raises(KvBlocksExhausted) as refused:
-            await client.sequence().prefill([1])
-        assert refused.value.metadata == {"needed_slots": "1", "free_slots": "0"}
-        await held[0].release()
-        frame = [held[1].item([4]), *(client.sequence().item([1, 2]) for _ in range(3))]
-        with pytest.raises(KvBlocksExhausted) as refused:
-            await client.forward(frame, all_or_nothing=True)
-        assert {"needed_slots": "3", "free_slots": "1"}.items() <= refused.value.metadata.items()
-        await client.sequence().prefill([1])
-
-
-async def test_a_frame_of_deep_cuts_needs_no_slot_for_each(served: Served) -> None:
-    async with ExecutorClient(served.target) as client:
-        held = [client.sequence() for _ in range(SLOTS - 1)]
-        prompts = [[first, *PROMPT] for first in range(len(held))]
-        for each, prompt in zip(held, prompts, strict=True):
-            await each.prefill(prompt)
-        answers = (await client.forward([each.item([7], LAST, truncate_to=150) for each in held])).all_answers()
-        for answer, prompt in zip(answers, prompts, strict=True):
-            assert near(answer.logits, [*prompt[:150], 7]) and answer.recomputed_tokens >= 150
 
 
 async def test_a_warm_up_drops_no_checkpoint(served: Served) -> None:

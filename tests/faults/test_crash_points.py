@@ -5,16 +5,14 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import grpc
 import pytest
 
-from ferrum_rpc.errors import Reason
 from ferrum_rpc.failpoints import Failpoints, parse_failpoints
 from tests.faults.scripted_client import Counts, ScriptedClient
 from tests.support.inside import pool_of
 from tests.support.process import Dialled
 from tests.support.serving import serve_identity
-from tests.support.wiring import item, pb, prefill, refused
+from tests.support.wiring import prefill
 
 
 async def test_sequences_that_nobody_owns_any_more_are_freed_though_their_release_fails_at_first() -> None:
@@ -27,17 +25,6 @@ async def test_sequences_that_nobody_owns_any_more_are_freed_though_their_releas
         cache = served.runner.cache_state()
         assert (cache.sequences, cache.free_blocks) == (0, cache.total_blocks)
     assert failpoints.fired == {"release": 2}
-
-
-async def test_an_answer_that_is_lost_after_the_commit_is_replayed_to_whoever_asks_again() -> None:
-    failpoints = Failpoints(parse_failpoints("before_reply=error@2"))
-    async with serve_identity(failpoints=failpoints) as served:
-        handle = await prefill(served, [1, 2, 3])
-        request = pb.DecodeRequest(item=item([4], handle, request_id="once"))
-        await refused(served.executor.Decode(request), Reason.INTERNAL_ERROR, grpc.StatusCode.INTERNAL)
-        output = (await served.executor.Decode(request)).output
-        assert output.replayed and output.handle.seq_len == 4
-        await served.check()
 
 
 @pytest.mark.parametrize("broken", ["is quiet", "loses a block", "feeds twice"])
