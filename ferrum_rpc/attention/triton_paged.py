@@ -36,6 +36,7 @@ from ferrum_rpc.attention.triton_plan import (
     PromptRun,
     SplitLimits,
     TileShape,
+    Tiling,
     cut,
     padded_dim,
     prompt_runs,
@@ -78,12 +79,12 @@ class TritonPlan:
 
 
 class TritonPagedAttention:
-    """See the module. ``keys[l]`` and ``values[l]``: [num_blocks, block_size, kv_heads, head_dim], one shape, dtype and
-    layout for all layers, the last axis dense; queries have that dtype. Or they are rows of `eight_bits` in `FP8`,
-    which each program dequantizes; then ``dtype`` is that of the queries. ``processors`` and ``tiles`` (with rising
-    rows) decide how work is split; the defaults fit the device, and how many of their programs run at once is computed
-    from the registers and the shared memory of the compiled kernels. ``prompts`` computes whole prompts of
-    `PROMPT_TOKENS` and more in plans of `draft`. Launches go to the calling thread's stream."""
+    """See the module. ``keys[l]`` and ``values[l]``: [num_blocks, block_size, kv_heads, head_dim] of the layer, in one
+    layout, the last axis dense; all layers have one block size and dtype, and queries have that dtype. Or they are rows
+    of `eight_bits` in `FP8`, which each program dequantizes; then ``dtype`` is that of the queries. ``processors`` and
+    ``tiles`` (with rising rows) decide how work is split; the defaults fit the device, and how many of their programs
+    run at once is computed from the registers and the shared memory of the compiled kernels. ``prompts`` computes whole
+    prompts of `PROMPT_TOKENS` and more in plans of `draft`. Launches go to the calling thread's stream."""
 
     name = "triton"
     exact_span_tokens = 0
@@ -102,18 +103,24 @@ class TritonPagedAttention:
     ) -> None:
         if not len(specs) == len(keys) == len(values):
             raise ValueError("specs, keys and values must have one entry per layer")
-        if keys[0].stride(-1) != 1 or any(each.stride() != keys[0].stride() for each in (*keys, *values)):
-            raise ValueError("keys and values must have one layout, with a dense last axis")
+        if any(key.stride() != value.stride() or key.stride(-1) != 1 for key, value in zip(keys, values, strict=True)):
+            raise ValueError("a layer's keys and values must have one layout, with a dense last axis")
         self._specs, self._keys, self._values = tuple(specs), keys, values
-        self._kinds = [LayerKind(spec.heads // spec.kv_heads, spec.window) for spec in specs]
-        _, self._block_size, self._kv_heads, _ = keys[0].shape
-        self._head_dim = specs[0].head_dim
+        self._kinds = [
+            LayerKind(spec.heads // spec.kv_heads, spec.window, (spec.kv_heads, spec.head_dim)) for spec in specs
+        ]
+        self._block_size = keys[0].shape[1]
         self._quantized = keys[0].dtype == FP8
         self._dtype = dtype if self._quantized else keys[0].dtype
         self._scales = list(zip(keys, values, strict=True))  # not read
         if self._quantized:
-            behind = self._head_dim // SCALE_BYTES
-            words = [[each.view(torch.float32)[..., behind] for each in layers] for layers in (keys, values)]
+            words = [
+                [
+                    each.view(torch.float32)[..., spec.head_dim // SCALE_BYTES]
+                    for each, spec in zip(layers, specs, strict=True)
+                ]
+                for layers in (keys, values)
+            ]
             self._scales = list(zip(*words, strict=True))
             self._keys, self._values = ([e.view(torch.float8_e4m3fn) for e in layers] for layers in (keys, values))
         self._device = keys[0].device
@@ -121,23 +128,30 @@ class TritonPagedAttention:
         self._sinks = held(specs, sinks, self._device)
         device_processors, shared_bytes, multiprocessor = _device_facts(self._device)
         self._sums = self._stats = torch.empty(4, dtype=torch.float32, device=self._device)
-        self._tiles = tiles or tile_shapes(self._head_dim, self._dtype.itemsize, shared_bytes)
-        if tiles is None and multiprocessor is not None:
-            self._tiles = tuple(self._measured(tile, multiprocessor) for tile in self._tiles)
-        self._limits = [
-            SplitLimits(max(1, (processors or device_processors) * tile.programs // self._kv_heads))
-            for tile in self._tiles
-        ]
+        self._tilings: dict[tuple[int, int], Tiling] = {}
+        for shape in dict.fromkeys(kind.shape for kind in self._kinds):
+            kv_heads, head_dim = shape
+            own = tiles or tile_shapes(head_dim, self._dtype.itemsize, shared_bytes)
+            if tiles is None and multiprocessor is not None:
+                own = tuple([self._measured(shape, tile, multiprocessor) for tile in own])
+            wanted = [max(1, (processors or device_processors) * tile.programs // kv_heads) for tile in own]
+            self._tilings[shape] = Tiling(own, tuple(map(SplitLimits, wanted)))
         # buffers for the parts of split tiles; launches share them, because they run one after the other
-        places = max(limits.parts * tile.rows for limits, tile in zip(self._limits, self._tiles, strict=True))
-        self._sums = torch.empty(places * self._kv_heads * self._head_dim, dtype=torch.float32, device=self._device)
-        self._stats = torch.empty(places * self._kv_heads * 2, dtype=torch.float32, device=self._device)
+        places = [
+            (kv_heads * limits.parts * tile.rows, head_dim)
+            for (kv_heads, head_dim), tiling in self._tilings.items()
+            for tile, limits in zip(tiling.tiles, tiling.limits, strict=True)
+        ]
+        sums, stats = max(rows * head_dim for rows, head_dim in places), 2 * max(rows for rows, _ in places)
+        self._sums, self._stats = (
+            torch.empty(size, dtype=torch.float32, device=self._device) for size in (sums, stats)
+        )
 
-    def _measured(self, tile: TileShape, multiprocessor: Multiprocessor) -> TileShape:
-        """``tile`` with the programs that a multiprocessor holds at once of its kernels, the largest of which counts.
-        Compiles them: how many registers they have depends on Triton and on the device."""
+    def _measured(self, shape: tuple[int, int], tile: TileShape, multiprocessor: Multiprocessor) -> TileShape:
+        """``tile`` with the programs that a multiprocessor holds at once of its kernels for layers of this shape, the
+        largest of which counts. Compiles them: how many registers they have depends on Triton and on the device."""
         found = []
-        for layer in self._every_kind():
+        for layer in [each for each in self._every_kind() if self._kinds[each].shape == shape]:
             kernel = self._launch_nothing(layer, tile)
             found.append(multiprocessor.programs(kernel.n_regs, kernel.metadata.shared, tile.warps))
         return replace(tile, programs=min(found))
@@ -176,7 +190,8 @@ class TritonPagedAttention:
         capacity = {}
         for kind in dict.fromkeys(self._kinds):
             rows = tokens * kind.group
-            tile, limits = self._tiles[at := self._tile_for(rows)], self._limits[at]
+            tiling = self._tilings[kind.shape]
+            tile, limits = tiling.tiles[at := tiling.place(rows)], tiling.limits[at]
             tiles = spans * -(-rows // tile.rows)
             merges = min(tiles, limits.merges)
             capacity[kind] = [LaunchCapacity(tile, tiles + limits.parts, merges, min(rows, tile.rows))]
@@ -186,7 +201,8 @@ class TritonPagedAttention:
         """The sections of a reserved plan for this step. Raises ValueError if the step does not fit."""
         launches = []
         for kind, [reserved] in capacity.launches.items():
-            limits = self._limits[self._tiles.index(reserved.tile)]
+            tiling = self._tilings[kind.shape]
+            limits = tiling.limits[tiling.tiles.index(reserved.tile)]
             launches.append(launch := cut(geometry, range(geometry.spans), kind, reserved.tile, limits))
             if not reserved.fits(needed := LaunchCapacity.of(reserved.tile, launch)):
                 raise ValueError(f"the step needs {needed}, and its plan has {reserved} reserved")
@@ -211,14 +227,14 @@ class TritonPagedAttention:
     def warm_up(self) -> None:
         """Compile all kernels that a step may launch, so that no step waits for a compiler (seconds each)."""
         for layer in self._every_kind():
-            for tile in self._tiles:
+            for tile in self._tilings[self._kinds[layer].shape].tiles:
                 self._launch_nothing(layer, tile)
 
     def _launch_nothing(self, layer: int, tile: TileShape) -> Any:
         """Launch programs without work. Returns the compiled kernel of attention."""
         spec, device = self._specs[layer], self._device
         record = torch.zeros((1, FIELDS), dtype=torch.int32, device=device)
-        query = torch.empty((1, spec.heads, self._head_dim), dtype=self._dtype, device=device)
+        query = torch.empty((1, spec.heads, spec.head_dim), dtype=self._dtype, device=device)
         return self._launch(layer, query, query, BoundLaunch(tile, 1, record, record), record)
 
     def _every_kind(self) -> list[int]:
@@ -230,19 +246,13 @@ class TritonPagedAttention:
         self, geometry: BatchGeometry, spans: Sequence[int], kind: LayerKind
     ) -> list[tuple[TileShape, Launch]]:
         """The launches of ``spans`` that take the same tile shape, in the order of the shapes."""
-        of_tile: list[list[int]] = [[] for _ in self._tiles]
+        tiling = self._tilings[kind.shape]
+        of_tile: list[list[int]] = [[] for _ in tiling.tiles]
         starts, lengths = geometry.starts.tolist(), geometry.lengths.tolist()
         for span in spans:
-            of_tile[self._tile_for((lengths[span] - starts[span]) * kind.group)].append(span)
-        kinds = zip(of_tile, self._tiles, self._limits, strict=True)
+            of_tile[tiling.place((lengths[span] - starts[span]) * kind.group)].append(span)
+        kinds = zip(of_tile, tiling.tiles, tiling.limits, strict=True)
         return [(tile, cut(geometry, some, kind, tile, limits)) for some, tile, limits in kinds if some]
-
-    def _tile_for(self, rows: int) -> int:
-        """The index of the shape for spans of so many rows."""
-        for index, tile in enumerate(self._tiles):
-            if rows <= tile.rows:
-                return index
-        return len(self._tiles) - 1
 
     # --- the layers -------------------------------------------------------------------------------------------------
 
@@ -280,13 +290,13 @@ class TritonPagedAttention:
         sinks = self._sinks[layer]
         behind = self._stats if sinks is None else sinks  # not read if there are none
         common = {
-            "KV_HEADS": self._kv_heads,
+            "KV_HEADS": spec.kv_heads,
             "GROUP": spec.heads // spec.kv_heads,
-            "HEAD_DIM": self._head_dim,
-            "PADDED_DIM": padded_dim(self._head_dim),
+            "HEAD_DIM": spec.head_dim,
+            "PADDED_DIM": padded_dim(spec.head_dim),
             "HAS_SINKS": sinks is not None,
         }
-        kernel = attend_kernel[(len(work.items) * self._kv_heads,)](
+        kernel = attend_kernel[(len(work.items) * spec.kv_heads,)](
             query,
             key,
             value,
@@ -313,7 +323,7 @@ class TritonPagedAttention:
             num_stages=tile.stages,
         )
         if len(work.merges):
-            merge_kernel[(work.merged_rows, self._kv_heads, len(work.merges))](
+            merge_kernel[(work.merged_rows, spec.kv_heads, len(work.merges))](
                 output,
                 self._sums,
                 self._stats,

@@ -60,10 +60,12 @@ class Multiprocessor:
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """What planning needs of a layer: query heads per KV head, and the last ``window`` tokens seen (None: all)."""
+    """What planning needs of a layer: query heads per KV head, and the last ``window`` tokens seen (None: all).
+    ``shape``: its KV heads and their width, on which tiles and the number of programs depend."""
 
     group: int
     window: int | None
+    shape: tuple[int, int] = (1, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,20 @@ class SplitLimits:
     def merges(self) -> int:
         """The maximum number of split tiles of a launch."""
         return 2 * self.wanted // 3 + 1
+
+
+class Tiling(NamedTuple):
+    """The tiles of layers of one shape, with rising rows, and how each is split."""
+
+    tiles: tuple[TileShape, ...]
+    limits: tuple[SplitLimits, ...]
+
+    def place(self, rows: int) -> int:
+        """The index of the tile for spans of so many rows."""
+        for index, tile in enumerate(self.tiles):
+            if rows <= tile.rows:
+                return index
+        return len(self.tiles) - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -51,8 +51,6 @@ def probe(
     for each in {dtype, cached} - {FP8}:
         if each not in TOLERANCE:
             raise Unsuited(f"the kernels do not support {each}")
-    if len({(spec.kv_heads, spec.head_dim) for spec in specs}) > 1:
-        raise Unsuited("the layers' heads differ")
     if (max_head_dim := max(spec.head_dim for spec in specs)) > MAX_HEAD_DIM:
         raise Unsuited(f"heads of {max_head_dim} are wider than {MAX_HEAD_DIM}")
     if min(spec.scale for spec in specs) <= 0:

@@ -284,6 +284,45 @@ def test_layers_share_a_plan_and_may_differ_in_window_and_heads(device):
         assert step.error(backend.attend(layer, step.query, plan)) <= TOLERANCE[torch.float32]
 
 
+UNLIKE = [
+    AttentionSpec(4, 2, 16, 0.25),
+    AttentionSpec(8, 1, 16, 0.25),
+    AttentionSpec(4, 4, 40, 0.2, window=33),
+    AttentionSpec(4, 2, 40, 0.2, softcap=5.0),
+    AttentionSpec(4, 2, 16, 0.25),
+]
+"""Layers with unlike KV heads."""
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_layers_may_differ_in_kv_heads_and_their_width(device, fp8):
+    """Each is split for the programs of its own heads, whatever the others are, also in a reserved plan."""
+    spans = [(100, 1), (0, 1), (50, 1), (3, 1)]
+    steps = [paged_step(spec, spans, device=device, seed=seed) for seed, spec in enumerate(UNLIKE)]
+    steps = [rounded(step) if fp8 else step for step in steps]
+    keys, values = [step.keys for step in steps], [step.values for step in steps]
+    backend = TritonPagedAttention(UNLIKE, keys, values, torch.float32, processors=12, tiles=FINE)
+    geometry, reserved = steps[0].geometry, Reserved(backend, device, spans=4, tokens=1, blocks=20)
+    reserved.fill(geometry)
+    plan = backend.plan(geometry)
+    assert len(plan.work) == 4
+    for layer, (spec, step) in enumerate(zip(UNLIKE, steps, strict=True)):
+        alone = TritonPagedAttention(
+            [spec], keys[layer:][:1], values[layer:][:1], torch.float32, processors=12, tiles=FINE
+        )
+        expected = alone.attend(0, step.query, alone.plan(geometry))
+        assert fp8 or step.error(expected) <= TOLERANCE[torch.float32]
+        for each in (plan, reserved.plan):
+            assert torch.equal(backend.attend(layer, step.query, each), expected)
+        key, value = (torch.randn(2, spec.kv_heads, spec.head_dim, device=device) for _ in range(2))
+        slots = torch.tensor([16, 37], device=device)
+        before = [each[layer].clone() for each in (keys, values)]
+        backend.write(layer, slots, key, value)
+        for cache, old, new in zip((keys, values), before, (key, value), strict=True):
+            old.flatten(0, 1)[slots] = to_rows(new, FP8) if fp8 else new
+            assert torch.equal(cache[layer].view(torch.uint8), old.view(torch.uint8))
+
+
 def test_queries_may_be_a_view_of_a_fused_projection(device):
     step = paged_step(SMALL, MIX, device=device)
     fused = torch.cat([step.query, torch.full_like(step.query, float("nan"))], dim=1)
@@ -319,7 +358,7 @@ def test_after_a_warm_up_no_step_waits_for_a_compiler(device, monkeypatch):
 
 
 def test_layers_that_the_kernels_compute_right_have_no_reason_against(device):
-    specs = [SMALL, replace(SMALL, window=4096, softcap=30.0)]
+    specs = [SMALL, replace(SMALL, window=4096, softcap=30.0), replace(SMALL, kv_heads=1), replace(SMALL, head_dim=24)]
     assert probe(device, specs, torch.float32) is TritonPagedAttention
 
 
