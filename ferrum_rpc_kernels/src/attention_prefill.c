@@ -26,7 +26,7 @@
 #include "gemm_tile.h"
 #include "buffer.h"
 
-#define MAX_DIM 256
+#define MAX_DIM 512
 #define KEYS GEMM_WIDTH /* positions at a time: four panels */
 #define TILE_ROWS 256  /* query rows (tokens x group) of a unit */
 

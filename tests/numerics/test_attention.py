@@ -89,7 +89,7 @@ def test_every_row_of_a_step(spec, spans, options):
 
 @pytest.mark.parametrize("isa", ["any", "avx512", "avx512_vnni"])
 @pytest.mark.parametrize(
-    ("head_dim", "block_size"), [(16, 1), (48, 5), (80, 64), (96, 1), (192, 5), (256, 64), (64, 5)]
+    ("head_dim", "block_size"), [(16, 1), (48, 5), (80, 64), (96, 1), (192, 5), (256, 64), (320, 5), (512, 16), (64, 5)]
 )
 def test_long_spans_of_any_head_and_block(head_dim, block_size, isa, monkeypatch):
     """With AVX-512 pairs are multiplied by AVX-512 BF16 or in float32: one of the two is the choice for this CPU, and

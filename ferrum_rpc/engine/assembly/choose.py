@@ -126,7 +126,7 @@ class Choices:
         """Whether attention is computed in C, for spans of any length."""
         facts = self.facts
         known = not facts.estimated and self.attention[0] == NATIVE
-        return known and takes_long_spans(facts.dtype, facts.layers[0].head_dim)
+        return known and all(takes_long_spans(facts.dtype, each.head_dim) for each in set(facts.layers))
 
 
 def _slot_bytes(layers: Sequence[RecurrentShape], dtype: torch.dtype) -> int:
