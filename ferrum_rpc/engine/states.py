@@ -136,22 +136,22 @@ class States:
         """The next of those tokens, at most ``most``; `end_piece` follows. They advance the slot of
         the sequence. For a ``fork``, or while the sequence still has longer states, which a step that fails must find,
         they advance a slot apart, which becomes a checkpoint. Raises `KvBlocksExhausted` if there is none for a fork
-        that no span needs; the sequence then takes its own. A sequence has one piece at a time, and pieces of several
-        may be run together."""
+        that no span needs; without a fork the sequence then takes its own. A sequence has one piece at a time, and
+        pieces of several may be run together."""
         held = self._held[sequence]
         slot = self.store.slots[held.slot]
         known, key = self._nearest(held, length)
         apart: int | None = None
         if fork or (held.usable and slot.length > length):
             try:
-                apart = self._slot_apart(held, key)
+                apart, continued = self._slot_apart(held, key, fork=fork)
             except KvBlocksExhausted:
                 if fork:
                     raise
         if apart is not None:
             source, slot = slot, self.store.slots[apart]
             if not (held.usable and known < source.length <= length):
-                source = slot if self._goes_on(held, key) else self._checkpoint(key)
+                source = slot if continued else self._checkpoint(key)
         else:
             source = slot if held.usable and known <= slot.length <= length else self._checkpoint(key)
             held.usable = False  # until the piece is complete
@@ -165,21 +165,24 @@ class States:
         span = RecurrentSpan(slot, slot, slot.length, min(most, length - slot.length))
         return StatePiece(sequence, span, apart, fork)
 
-    def _goes_on(self, held: _Held, key: bytes) -> bool:
-        """Whether a piece continues the checkpoint that the piece before has left."""
-        return bool(key) and key == held.on_the_way and key not in self._needed
+    def _slot_apart(self, held: _Held, key: bytes, *, fork: bool) -> tuple[int, bool]:
+        """A slot for a piece from the checkpoint ``key`` on, and whether it has that checkpoint: it is the one that the
+        piece before has left, or a ``fork`` has no other, and no span or piece needs it."""
+        if key and key == held.on_the_way and key not in self._needed:
+            return self.pool.remove(key), True
+        needed = self._needed | self._continued
+        return self._take(key, needed if fork else needed | {key})
 
-    def _slot_apart(self, held: _Held, key: bytes) -> int:
-        """The slot of the checkpoint that the piece before has left, which this one continues, or another one."""
-        if self._goes_on(held, key):
-            return self.pool.remove(key)
-        if key:
-            self.pool.pin(key)
+    def _take(self, key: bytes, needed: frozenset[bytes] = frozenset()) -> tuple[int, bool]:
+        """A slot, and whether it has the checkpoint ``key``, whose slot is the last one to be taken. Those of
+        checkpoints that are ``needed`` are not taken."""
         try:
-            return self.pool.take(self._needed | self._continued)
-        finally:
-            if key:
-                self.pool.unpin(key)
+            return self.pool.take(needed | {key}), False
+        except KvBlocksExhausted:
+            slot = self.pool.take_over(key) if key and key not in needed else None
+            if slot is None:
+                raise
+            return slot, True
 
     def end_piece(self, piece: StatePiece, *, complete: bool) -> None:
         """A piece was run in all layers and committed, or it failed."""
@@ -367,9 +370,11 @@ class States:
         """Make ``child`` of the first ``at`` tokens. Raises `KvBlocksExhausted`."""
         held = self._held[parent]
         slot = self.store.slots[held.slot]
-        made = _Held(self.pool.take(), usable=False)
+        copied = held.usable and (slot.reaches(at) or slot.length < at)
+        number, usable = self._take(b"" if copied else self._nearest(held, at)[1])
+        made = _Held(number, usable)
         made.checkpoints = {length: key for length, key in held.checkpoints.items() if length <= at}
-        if held.usable and (slot.reaches(at) or slot.length < at):
+        if copied:
             try:
                 self.store.copy(slot, self.store.slots[made.slot], min(at, slot.length))
             except BaseException:

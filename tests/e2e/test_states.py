@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -79,6 +80,26 @@ async def test_a_sequence_is_cut_and_fed_as_any_other(served: Served, session: b
         assert len(run.tokens) == 5 and run.recomputed_tokens == 60
         await sequence.release()
         assert (await client.status()).pressure.free_slots == SLOTS
+
+
+@pytest.mark.parametrize("in_a_step", [False, True])
+async def test_a_deep_fork_goes_on_in_the_slot_of_the_checkpoint_behind_it(
+    config: ModelSettings, in_a_step: bool
+) -> None:
+    """No other slot is free. The parent's states are as they were."""
+    async with (
+        serve_model(replace(config, state_slots=2)) as served,
+        ExecutorClient(served.target) as client,
+    ):
+        sequence, border, at = client.sequence(), len(PROMPT) - 4, len(PROMPT) - 1
+        pressure = (await sequence.prefill(PROMPT)).pressure
+        assert pressure.free_slots == served.runner.states.pool.checkpoints == 1
+        [child] = [sequence.child(at)] if in_a_step else await sequence.fork(1, at=at)
+        answer = await child.decode(9, LAST)
+        assert near(answer.logits, [*PROMPT[:at], 9])
+        assert answer.recomputed_tokens == (0 if in_a_step else at - border), "what a parent is fed is not its fork's"
+        answer = await sequence.decode(8, LAST)
+        assert near(answer.logits, [*PROMPT, 8]) and answer.recomputed_tokens == 0
 
 
 async def test_a_warm_up_drops_no_checkpoint(served: Served) -> None:

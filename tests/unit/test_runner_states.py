@@ -634,16 +634,73 @@ def test_what_was_fed_again_gives_its_slot_to_a_span_before_and_then_its_own_is_
     assert isinstance(cut, SpanResult)
 
 
-def test_a_deep_fork_without_a_slot_to_feed_it_in_is_refused(folder):
-    """The only free slot has the checkpoint from which its tokens would be fed again."""
+@pytest.mark.parametrize("at", [24, 30, 40, 48, 59])
+def test_a_deep_fork_is_fed_in_the_slot_of_the_checkpoint_that_it_starts_from_if_it_is_the_last(
+    folder, monkeypatch, at
+):
+    """The step that makes the fork then takes that slot for it. The parent keeps its own states."""
+    monkeypatch.setattr(feeding, "PIECE_TOKENS", 4)
     world = World(folder, slots=2)
     sequence = fed(world, prompt(60))
-    for _ in range(2):
-        [refused] = world.step(world.fork(sequence, [1], 40))
-        assert refused.metadata == {"needed_slots": "1", "free_slots": "0"}
-    world.step(world.span(sequence, [3]))
-    [made] = world.step(world.fork(sequence, [1], 24))
-    assert isinstance(made, SpanResult)
+    [(_, slot)], before = world.runner.states.pool.items(), world.missing(sequence)
+    [made] = world.step(child := world.fork(sequence, [1], at))
+    assert isinstance(made, SpanResult) and world.runner.states.pool.items() == []
+    assert world.runner.cache_state().free_slots == 0 and before == world.missing(sequence) == 0
+    world.step(world.span(sequence, [3], output=ALL), world.span(child.sequence, [2], output=ALL))
+    world.release(child.sequence)
+    assert world.runner.states.pool.take() == slot
+
+
+@pytest.mark.parametrize(("slots", "missing"), [(2, [16]), (3, [40, 16]), (4, [16, 16])])
+def test_of_forks_between_steps_the_last_one_goes_on_in_the_slot_of_the_checkpoint(folder, slots, missing):
+    """Those before it have lost it then, unless another slot was free for each."""
+    world = World(folder, slots=slots)
+    parent = fed(world, prompt(60))
+    world.truncate(parent, 40)
+    pool = world.runner.states.pool
+    for key, slot in pool.items():
+        if world.runner.states.store.slots[slot].length != 24:
+            pool.drop(key)
+    made = [next(world.numbers) for _ in missing]
+    world.do("fork", parent, made, 40)
+    world.has |= dict.fromkeys(made, world.has[parent])
+    assert [world.missing(each) for each in made] == missing
+    for each in made:
+        world.step(world.span(each, [1], output=ALL))
+    assert world.missing(parent) == (16 if slots == 4 else 40)
+
+
+def test_a_deep_fork_without_any_slot_is_refused_and_the_checkpoints_of_other_spans_stay(folder):
+    world = World(folder, slots=2)
+    sequence = fed(world, prompt(60))
+    at_24 = world.fork(sequence, [1], 24)
+    made, refused = world.step(at_24, world.fork(sequence, [1], 40))
+    assert isinstance(made, SpanResult) and made.recomputed_tokens == 0
+    assert refused.metadata == {"needed_slots": "1", "free_slots": "0"}
+    [refused] = world.step(world.fork(sequence, [1], 40))
+    assert refused.metadata == {"needed_slots": "1", "free_slots": "0"}
+    assert world.missing(sequence) == 0
+    world.step(world.span(sequence, [3]), world.span(at_24.sequence, [2]))
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before its layers", "behind them"])
+def test_a_deep_fork_that_fails_in_the_slot_of_its_checkpoint_gives_it_back(folder, monkeypatch, late):
+    world = World(folder, slots=2)
+    sequence = fed(world, prompt(60))
+    run = world.runner.compute.forward
+
+    def fails(*step: Any, **more: Any) -> None:
+        if late:
+            run(*step, **more)
+        raise Sabotage
+
+    with monkeypatch.context() as broken, pytest.raises(StepFailed):
+        broken.setattr(world.runner.compute, "forward", fails)
+        world.step(world.fork(sequence, [1], 40))
+    world.check()
+    assert world.runner.cache_state().free_slots == 1
+    world.step(child := world.fork(sequence, [1], 40))
+    world.step(world.span(sequence, [3], output=ALL), world.span(child.sequence, [2], output=ALL))
 
 
 @pytest.mark.parametrize("known", [0, 10, 60])
