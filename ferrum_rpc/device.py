@@ -7,7 +7,16 @@ so one more call distinguishes them.
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
+
+from ferrum_rpc.errors import DeviceLost
+
+DEVICE_ERRORS: Final = (torch.AcceleratorError, DeviceLost)
+"""Errors that mean that the device is lost: the runtime's own error class, after nearly all of which every later call
+fails too. Out of memory is not one (`torch.OutOfMemoryError`: the allocation did not happen and the device continues).
+After any other error `check_device` checks the device, because Triton and cuBLAS raise a plain RuntimeError."""
 
 
 def check_device() -> None:

@@ -27,12 +27,12 @@ from ferrum_rpc.core import (
     StateRows,
     TokenArray,
 )
-from ferrum_rpc.device import check_device
+from ferrum_rpc.device import DEVICE_ERRORS, check_device
 from ferrum_rpc.engine.adapters import Adapters
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.grammars.constraints import Constraints
 from ferrum_rpc.engine.states import States
-from ferrum_rpc.engine.step import DEVICE_ERRORS, Stage, StepRunner
+from ferrum_rpc.engine.step import Stage, StepRunner
 from ferrum_rpc.errors import DeviceLost, ExecutorError, NotSupported, StepFailed
 from ferrum_rpc.kv.manager import KvManager
 from ferrum_rpc.kv.sequence import KvMisuse, Reservation

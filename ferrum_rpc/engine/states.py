@@ -18,13 +18,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+import structlog
+
 from ferrum_rpc.attention.recurrent import STEP_TOKENS, RecurrentSlot
 from ferrum_rpc.attention.recurrent_steps import RecurrentSpan, RecurrentStep, RecurrentStore
 from ferrum_rpc.core import MovedStates, Span, StateRows
+from ferrum_rpc.device import DEVICE_ERRORS, check_device
 from ferrum_rpc.engine.state_images import Content, SlotImages, Snapshot
 from ferrum_rpc.errors import KvBlocksExhausted
 from ferrum_rpc.kv.sequence import Reservation
 from ferrum_rpc.kv.slots import SlotPool
+
+log = structlog.get_logger("ferrum_rpc.engine")
 
 CHECKPOINT_TOKENS: Final = 512
 """Checkpoints are at most so far apart, for blocks of a size that divides it."""
@@ -349,16 +354,30 @@ class States:
         held.prompt_end = (length, key) if key and last % self.checkpoint_tokens else None
 
     def _keep_on_the_way(self, held: _Held, sequence: int, start: int, length: int) -> None:
-        """A step of few tokens keeps the states `checkpoint_tokens` apart, if there is a slot for them."""
+        """A step of few tokens keeps the states `checkpoint_tokens` apart, if there is a slot for them. The step is
+        committed, so it does not fail if they cannot be copied; only a device that is lost is an error."""
         at = length // self.checkpoint_tokens * self.checkpoint_tokens
-        slot = self.store.slots[held.slot]
-        if at > start:
-            try:
-                kept = self.pool.take()
-            except KvBlocksExhausted:
-                return
-            self.store.copy(slot, self.store.slots[kept], at)
-            self._keep(held, self._key_at(sequence, at), at, kept)
+        if at <= start:
+            return
+        kept: int | None = None
+        try:
+            kept = self.pool.take()
+            self.store.copy(self.store.slots[held.slot], self.store.slots[kept], at)
+        except KvBlocksExhausted:
+            return
+        except Exception as error:
+            if kept is not None:
+                self.pool.give(kept)
+            if isinstance(error, DEVICE_ERRORS):
+                raise
+            check_device()
+            log.warning(
+                "checkpoint_not_kept",
+                error=type(error).__name__,
+                action="nothing: a deep truncation takes longer; if memory is short, lower --kv-memory",
+            )
+            return
+        self._keep(held, self._key_at(sequence, at), at, kept)
 
     # --- between steps ----------------------------------------------------------------------------------------------
 

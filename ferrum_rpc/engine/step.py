@@ -50,6 +50,7 @@ from ferrum_rpc.core import (
     StepResult,
     named,
 )
+from ferrum_rpc.device import DEVICE_ERRORS
 from ferrum_rpc.engine.compute import Compute, TokensBehind, clear_frames
 from ferrum_rpc.engine.feeding import NO_ROWS, StateFeeding
 from ferrum_rpc.engine.grammars.constraints import Constraints
@@ -76,11 +77,6 @@ child), ``release``, ``reserve_kv``, ``export`` (each piece), ``import`` (its be
 
 FLUSH_S: Final = 5.0
 """At its end, the second tier may take so long to be written."""
-
-DEVICE_ERRORS: Final = (torch.AcceleratorError, DeviceLost)
-"""Errors that mean that the device is lost: the runtime's own error class, after nearly all of which every later call
-fails too. Out of memory is not one (`torch.OutOfMemoryError`: the allocation did not happen and the device continues).
-After any other error `Compute.recover` checks the device, because Triton and cuBLAS raise a plain RuntimeError."""
 
 
 @dataclass(slots=True, eq=False)

@@ -37,7 +37,7 @@ TABLE = {
     "core": Floor("errors", "numpy"),
     "prefix_hash": Floor("core", "numpy"),
     "private_files": Floor(),
-    "device": Floor("", "torch"),
+    "device": Floor("errors", "torch"),
     "selection": Floor("device errors", "torch"),
     "terminal": Floor(),
     "console": Floor("terminal", "structlog"),
@@ -103,10 +103,10 @@ TABLE = {
         "numpy torch structlog",
     ),
     "engine.state_images": Floor("core attention", "numpy torch"),
-    "engine.states": Floor("core errors kv attention engine.state_images", "torch"),
+    "engine.states": Floor("core device errors kv attention engine.state_images", "structlog torch"),
     "engine.feeding": Floor("core errors kv attention engine.compute engine.states", "numpy torch"),
     "engine.step": Floor(
-        "core errors kv kv.store kv.tiers attention sampling sampling.transfer engine.compute engine.grammars "
+        "core device errors kv kv.store kv.tiers attention sampling sampling.transfer engine.compute engine.grammars "
         "engine.states engine.feeding",
         "numpy torch structlog",
     ),

@@ -13,6 +13,7 @@ import tracemalloc
 from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from structlog.testing import capture_logs
 
 from ferrum_rpc.attention.recurrent_steps import RecurrentStore
 from ferrum_rpc.core import PREFIX, Accept, OutputSpec, Positions, Span, SpanResult, Step
@@ -813,6 +815,41 @@ def test_memory_that_a_slot_lacks_takes_neither_slots_nor_blocks(folder, monkeyp
         world.check()
         begin()
         assert world.runner.cache_state().free_slots == 4 - live - 1
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("a copy failed"), torch.OutOfMemoryError()])
+@pytest.mark.parametrize("what", ["the copy", "the checkpoint that is saved"])
+def test_a_checkpoint_that_cannot_be_kept_fails_no_step_and_takes_no_slot(folder, monkeypatch, what, error):
+    world = World(folder, slots=3)
+    first, second = (fed(world, prompt(60, seed), prefix=PREFIX) for seed in range(2))
+    pool = world.runner.states.pool
+    assert pool.checkpoints == world.runner.cache_state().free_slots == 1
+
+    def fails(*_: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as broken, capture_logs() as logs:
+        owner, name = (world.runner.states.store, "copy") if what == "the copy" else (pool, "on_drop")
+        broken.setattr(owner, name, fails)
+        world.step(*(world.span(each, prompt(20), output=ALL) for each in (first, second)))
+    assert [each["error"] for each in logs if each["event"] == "checkpoint_not_kept"] == [type(error).__name__] * 2
+    assert world.runner.cache_state().free_slots == 1
+    world.truncate(second, 75)
+    world.step(*(world.span(each, [1], output=ALL) for each in (first, second)))
+
+
+def test_a_device_that_is_lost_while_a_checkpoint_is_kept_is_an_error(folder, monkeypatch):
+    world = World(folder, slots=3)
+    sequence = fed(world, prompt(60))
+    with monkeypatch.context() as broken, pytest.raises(torch.AcceleratorError):
+        broken.setattr(world.runner.states.store, "copy", Mock(side_effect=torch.AcceleratorError("lost")))
+        world.step(world.span(sequence, prompt(20)))
+    world.runner.check()
+    with monkeypatch.context() as broken, pytest.raises(torch.AcceleratorError):
+        broken.setattr(world.runner.states.store, "copy", Mock(side_effect=RuntimeError("Triton Error [CUDA]")))
+        broken.setattr(states, "check_device", Mock(side_effect=torch.AcceleratorError("lost")))
+        world.do("forward", Step((world.span(sequence, prompt(20), 80),)))
+    world.runner.check()
 
 
 @pytest.mark.parametrize("slots", [3, 4, 9])
