@@ -532,6 +532,15 @@ def test_a_pass_feeds_a_parent_once_for_itself_and_its_forks(folder, monkeypatch
     assert own.recomputed_tokens == 5, "but for what the first fork's states have"
 
 
+def test_a_fork_without_a_slot_does_not_keep_the_sequences_behind_it_from_being_fed(folder, monkeypatch):
+    """They need none: their own states advance."""
+    world = World(folder, slots=3)
+    first, second, third = behind(world, 50, 20, 30)
+    spans = [world.fork(first, [1], 45), world.span(second, [1]), world.fork(second, [1], 10), world.span(third, [1])]
+    assert passes_before(world, monkeypatch, *spans) == [[(second, 20), (third, 30)]]
+    assert [type(each) for each in world.step(*spans)] == [KvBlocksExhausted, SpanResult, KvBlocksExhausted, SpanResult]
+
+
 def test_what_is_fed_for_a_sequence_is_not_dropped_for_another_piece_of_its_pass(folder, monkeypatch):
     """The states of the first one are lost between two passes, and its piece comes before that of the second."""
     world = World(folder, slots=4)
