@@ -127,7 +127,8 @@ async def test_r11_certificates_rotate_without_a_restart(tmp_path: Path) -> None
     async with secured(files) as server, dial(server.target, old.client("alice")) as standing:
         ask = standing.unary_unary(GET_INFO)
         assert await ask(b"")
-        files.tls_cert.write_text("half a file")  # type: ignore[union-attr]
+        assert files.tls_cert is not None
+        files.tls_cert.write_text("half a file")
         assert await code(server.target, old.client("alice")) is fine
         write_pair(new.ca.issue_cert("localhost"), tmp_path / "cert.pem", tmp_path / "key.pem")
         assert await code(server.target, old.client("alice")) is gone  # does not know the new authority

@@ -37,7 +37,8 @@ def fails_apart(world: World, sequence: int, monkeypatch: pytest.MonkeyPatch) ->
     """A step in which rank 0 fails in the first layer, in which the other rank has brought its states up to the step
     before."""
     folded = threading.Event()
-    phase: Any = world.ranked.followers[0].phase  # type: ignore[union-attr]
+    assert world.ranked is not None
+    phase: Any = world.ranked.followers[0].phase
     forward, other = world.runner.model.forward, phase.model.forward
 
     def fails(inputs, attend, recur):
