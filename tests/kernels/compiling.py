@@ -23,7 +23,14 @@ from triton.compiler import ASTSource
 
 from ferrum_rpc.attention.triton_kernels import attend_kernel, merge_kernel
 from ferrum_rpc.attention.triton_plan import TileShape, padded_dim, tile_shapes
+from ferrum_rpc.attention.triton_recurrent import COLUMNS, JOURNALED, journal_kernel, step_kernel
+from ferrum_rpc.attention.triton_recurrent import WARPS as STEP_WARPS
+from ferrum_rpc.attention.triton_recurrent_chunk import COLUMNS as CHUNK_COLUMNS
+from ferrum_rpc.attention.triton_recurrent_chunk import TOKENS, TWO_STAGES, chunk_kernel, prepare_kernel
+from ferrum_rpc.core import RecurrentShape
 from ferrum_rpc.models.triton_fused_ops import add_norm_kernel, gate_kernel
+from ferrum_rpc.models.triton_gates import AT_ONCE as GATES_AT_ONCE
+from ferrum_rpc.models.triton_gates import HEADS_AT_ONCE, decays_kernel, gate_heads_kernel
 from ferrum_rpc.models.triton_lora import (
     ALIGNMENT,
     COLUMN_BYTES,
@@ -144,6 +151,37 @@ def adapter_usage(capability: int, dtype: torch.dtype) -> list[Usage]:
     return found
 
 
+def recurrent_usage(capability: int, dtype: torch.dtype) -> list[Usage]:
+    """Compile the kernels of recurrent layers, for heads like those of Qwen3.5."""
+    shape, name = RecurrentShape(key_heads=16, value_heads=32, key_dim=128, value_dim=128, taps=4), TRITON_TYPES[dtype]
+    heads: dict[str, Any] = {"KEY_HEADS": shape.key_heads, "VALUE_HEADS": shape.value_heads, "KEYS": shape.key_dim}
+    heads |= {"GROUP": 2, "KEY_DIM": shape.key_dim, "VALUE_DIM": shape.value_dim}
+    inputs = dict.fromkeys(("taps", "log_decay", "beta"), "*fp32") | {"jobs": "*i64", "stride": "i32"}
+    of_channels = {"TAPS": shape.taps, "CHANNELS": shape.channels}
+    stepping = heads | of_channels | {"WINDOW": shape.taps, "COLUMNS": COLUMNS}
+    journal = {"CHANNELS": shape.channels, "AT_ONCE": JOURNALED, "VALUE_HEADS": shape.value_heads, "HEADS": 32}
+    blocks = heads | {"TOKENS": TOKENS, "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32"}
+    prepared = dict.fromkeys(("query", "key", "erased", "written", "total", "state"), "*fp32") | {"tokens": "i32"}
+    stages = 1 + (SHARED_BYTES[capability] >= TWO_STAGES)
+    gates = dict.fromkeys(("speed", "shift", "log_decay", "beta"), "*fp32")
+    gates |= dict.fromkeys(("written_row", "decay_row", "count", "gate_row", "gate_head"), "i32")
+    of_heads = {"HEADS": shape.value_heads, "WIDTH": shape.value_dim, "PADDED": shape.value_dim}
+    of_heads |= {"AT_ONCE": HEADS_AT_ONCE}
+    kernels: list[tuple[Any, str, dict[str, Any], tuple[int, int], dict[str, str]]] = [
+        (step_kernel, "", stepping, (STEP_WARPS, 3), inputs),
+        (journal_kernel, "", journal, (4, 3), inputs),
+        (prepare_kernel, "", blocks | of_channels | {"VALUES": shape.value_dim}, (2, 3), inputs | prepared),
+        (chunk_kernel, "", blocks | {"COLUMNS": CHUNK_COLUMNS}, (4, stages), prepared),
+        (decays_kernel, "", {"HEADS": shape.value_heads, "AT_ONCE": GATES_AT_ONCE}, (4, 3), gates),
+        (gate_heads_kernel, " with a norm", of_heads | {"HAS_NORM": True}, (4, 3), gates),
+        (gate_heads_kernel, "", of_heads | {"HAS_NORM": False}, (4, 3), gates),
+    ]
+    return [
+        _compile(kernel, f"{shape.key_dim} {name}{how}", capability, dtype, constants, launch, given)
+        for kernel, how, constants, launch, given in kernels
+    ]
+
+
 def sample_usage(capability: int) -> Usage:
     """Compile the sampler."""
     constants: dict[str, Any] = {"AT_ONCE": AT_ONCE, "TOGETHER": TOGETHER, "LIMIT": FINITE}
@@ -199,6 +237,8 @@ def main() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         for each in (*row_usage(capability, dtype), *adapter_usage(capability, dtype)):
             print(*asdict(each).values(), sep="\t")
+    for each in recurrent_usage(capability, torch.bfloat16):  # in float32 the assembler takes minutes
+        print(*asdict(each).values(), sep="\t")
     print(*asdict(sample_usage(capability)).values(), sep="\t")
 
 

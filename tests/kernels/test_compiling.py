@@ -15,6 +15,9 @@ from ferrum_rpc.attention.triton_plan import Multiprocessor, tile_shapes
 
 triton = pytest.importorskip("triton")
 
+SPILLED = {"prepare_kernel": 1792, "chunk_kernel": 848}
+"""Bytes that a thread keeps in local memory, at most: these kernels were timed so (docs/kernels.md)."""
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -33,14 +36,16 @@ def test_kernels_compile_for_hopper_within_its_registers_and_shared_memory():
     shared, *found = compiled(
         "found = usage(90, 128, torch.bfloat16, window=4096, cap=True, sinks=True);"
         "found += usage(90, 128, torch.bfloat16, rounded=True) + row_usage(90, torch.bfloat16);"
-        "found += [*adapter_usage(90, torch.bfloat16), sample_usage(90)];"
+        "found += [*adapter_usage(90, torch.bfloat16), *recurrent_usage(90, torch.bfloat16), sample_usage(90)];"
         "print(json.dumps([SHARED_BYTES[90], *map(asdict, found)]))"
     )
     small, middle, large, merge, small_fp8, middle_fp8, large_fp8, *rows = found
     names = [each["kernel"].removesuffix("_kernel") for each in rows]
-    assert names == ["heads", "heads", "add_norm", "gate", "shrink", "expand", "shrink", "expand", "sample"]
+    between = ["heads", "heads", "add_norm", "gate", "shrink", "expand", "shrink", "expand"]
+    recurrent = ["step", "journal", "prepare", "chunk", "decays", "gate_heads", "gate_heads"]
+    assert names == [*between, *recurrent, "sample"]
     for each in (small, middle, large, merge, small_fp8, middle_fp8, large_fp8, *rows):
-        assert each["spilled"] == 0, each
+        assert each["spilled"] <= SPILLED.get(each["kernel"], 0) and each["shared"] <= shared, each
     for each in (middle, large, middle_fp8, large_fp8):
         assert each["shared"] <= shared and "wgmma" in each["matrix"]
     assert "mma" in small["matrix"]
