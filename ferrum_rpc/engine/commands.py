@@ -41,7 +41,11 @@ class Operations(Protocol):
     def fetch_prefix(self, sequence: int, start: int, prompt: TokenArray, prefix: PrefixUse | None) -> int:
         """Bring a piece of what the second tier has for ``prompt``, which a step is to write behind the first ``start``
         tokens of ``sequence`` or of a fork of it, to where the step finds it. Returns how many blocks; 0: it has no
-        more."""
+        more. If the model keeps states, call `fetch_states` first."""
+
+    def fetch_states(self, sequence: int, start: int, prompt: TokenArray, prefix: PrefixUse | None) -> bool:
+        """Bring a piece of the last checkpoint that the second tier has for ``prompt`` to where the step finds it; see
+        `fetch_prefix`. False: nothing more comes."""
 
     def watch_prefixes(self) -> list[BlockChange]:
         """What the prefix cache has. From now on changes are kept, for `prefix_changes`."""

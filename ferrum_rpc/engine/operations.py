@@ -37,7 +37,7 @@ from ferrum_rpc.errors import DeviceLost, ExecutorError, NotSupported, StepFaile
 from ferrum_rpc.kv.manager import KvManager
 from ferrum_rpc.kv.sequence import KvMisuse, Reservation
 from ferrum_rpc.kv.store import KvStore
-from ferrum_rpc.kv.tiers import STATES, BlockFiles
+from ferrum_rpc.kv.tiers import BlockFiles
 from ferrum_rpc.models.base import Model
 
 log = structlog.get_logger("ferrum_rpc.engine")
@@ -154,8 +154,10 @@ class TorchRunner(StepRunner):
         max_blocks = max(1, FETCH_BYTES // self.store.block_bytes)
         with self._operation("read of the second tier"):
             reach = None
-            if self.states is not None and not (reach := self._fetch_states(sequence, start, prompt, prefix)):
-                return 0
+            if self.states is not None:
+                reach, _ = self.kv.reach(sequence, start, prompt, prefix, self.states.has_checkpoint)
+                if not reach:
+                    return 0
             try:
                 fetched = self.kv.fetch(sequence, start, prompt, prefix, max_blocks, reach=reach)
                 self._save_leaving()
@@ -166,20 +168,14 @@ class TorchRunner(StepRunner):
                 raise
         return len(fetched)
 
-    def _fetch_states(self, sequence: int, start: int, prompt: TokenArray, prefix: PrefixUse | None) -> int:
-        """Have the last checkpoint of a prompt that memory or the second tier has. Returns how many of the prompt's
-        blocks it is behind; 0: there is none, or no slot for it."""
-        states, tier = self.states, self._tier
-        assert states is not None and tier is not None  # noqa: S101 - the caller looked
-        while True:
-            reach, key = self.kv.reach(
-                sequence, start, prompt, prefix, lambda key: states.has_checkpoint(key) or STATES + key in tier
-            )
-            if not reach or states.has_checkpoint(key):
-                return reach
-            content = tier.read(STATES + key)
-            if content is not None:
-                return reach if states.restore(key, content) else 0
+    def fetch_states(self, sequence: int, start: int, prompt: TokenArray, prefix: PrefixUse | None) -> bool:
+        states, files = self.states, self.checkpoint_files
+        if states is None or files is None:
+            return False
+        with self._operation("read of the second tier"):
+            in_memory = states.has_checkpoint
+            reach, key = self.kv.reach(sequence, start, prompt, prefix, lambda each: in_memory(each) or each in files)
+            return reach > 0 and not in_memory(key) and files.read(key)
 
     def watch_prefixes(self) -> list[BlockChange]:
         return self.kv.prefixes.watch()

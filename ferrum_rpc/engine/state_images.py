@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -85,7 +86,7 @@ def write_rows(slot: RecurrentSlot, lengths: StateLengths, rows: StateRows, data
 
 
 def numbers_bytes(layers: int) -> int:
-    """Of what `SlotImages.to_file` has besides tensors."""
+    """Of the lengths, with which a file of `SlotImages` begins."""
     return 4 * (2 + layers)
 
 
@@ -96,12 +97,13 @@ class SlotImages:
         self.tensors = tensors
         own, wide = (getattr(torch, each).itemsize for each in (tensors.dtype, tensors.wide_dtype))
         shape = tensors.shape
-        self.row_bytes = {
+        self.row_bytes: dict[str, int] = {
             "states": shape.key_dim * shape.value_dim * wide,
             "channels": shape.channels * own,
             "gates": 2 * shape.value_heads * wide,
         }
         """Bytes of a row of `StateRows`."""
+        self.numbers_bytes = numbers_bytes(tensors.layers)
 
     def snapshot(self, slot: RecurrentSlot) -> Snapshot | None:
         """What ``slot`` has now. None: no image can have it."""
@@ -112,26 +114,36 @@ class SlotImages:
         write_rows(slot, lengths, rows, data)
 
     def to_file(self, slot: RecurrentSlot) -> bytes | None:
-        """An image as one piece of bytes, for `from_file`. None: see `snapshot`."""
+        """An image as one piece of bytes: the lengths, and the tensors one behind the other. None: see `snapshot`."""
         snapshot = self.snapshot(slot)
         if snapshot is None:
             return None
         try:
-            return b"".join([snapshot.read(each).data for each in self._all_rows(snapshot.lengths)])
+            numbers = StateRows("", STATE_TENSORS[0], 0, self.tensors.row_count(STATE_TENSORS[0], snapshot.lengths))
+            every = [numbers, *self.pieces(snapshot.lengths, sys.maxsize)]
+            return b"".join([snapshot.read(each).data for each in every])
         finally:
             snapshot.close()
 
-    def from_file(self, content: bytes, slot: RecurrentSlot) -> None:
-        """Make ``slot`` what `to_file` had. Raises ValueError if it is not of the slot's shapes."""
-        length, floor, *folded = np.frombuffer(content, "<u4", 2 + self.tensors.layers).tolist()
-        lengths, at = StateLengths(length, floor, tuple(folded)), numbers_bytes(len(folded))
-        for rows in self._all_rows(lengths)[1:]:
-            size = rows.rows * self.row_bytes[rows.tensor]
-            self.write(slot, lengths, rows, content[at : at + size])
-            at += size
+    def lengths_of(self, numbers: bytes) -> StateLengths | None:
+        """Those with which a file begins, of which these are the first `numbers_bytes`. None: there are too few, or no
+        image can have them."""
+        if len(numbers) != self.numbers_bytes:
+            return None
+        length, floor, *folded = np.frombuffer(numbers, "<u4").tolist()
+        return StateLengths(length, floor, tuple(folded)) if max(folded) <= floor <= length else None
 
-    def _all_rows(self, lengths: StateLengths) -> list[StateRows]:
-        return [StateRows("", name, 0, self.tensors.row_count(name, lengths)) for name in STATE_TENSORS]
+    def file_bytes(self, lengths: StateLengths) -> int:
+        """Of `to_file`."""
+        rows = self.pieces(lengths, sys.maxsize)
+        return self.numbers_bytes + sum([each.rows * self.row_bytes[each.tensor] for each in rows])
+
+    def pieces(self, lengths: StateLengths, most: int) -> Iterator[StateRows]:
+        """All rows of tensors of an image in their order in a file, at most ``most`` bytes at a time, or one row."""
+        for name in STATE_TENSORS[1:]:
+            rows, step = self.tensors.row_count(name, lengths), max(1, most // self.row_bytes[name])
+            for first in range(0, rows, step):
+                yield StateRows("", name, first, min(step, rows - first))
 
 
 def _places(journal: Sequence[int], tensor: Tensor, first: int, last: int) -> list[int]:

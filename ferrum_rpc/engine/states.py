@@ -97,7 +97,7 @@ class States:
 
     def __init__(self, store: RecurrentStore, images: SlotImages, block_size: int, key_at: KeyAt) -> None:
         self.store = store
-        self._images = images
+        self.images = images
         self.pool = SlotPool(len(store.slots))
         self.checkpoint_tokens = max(1, CHECKPOINT_TOKENS // block_size) * block_size
         self._block_size = block_size
@@ -418,9 +418,9 @@ class States:
         states, if they can be used, and its last checkpoint. It takes no slot."""
         held = self._held[sequence]
         _, key = self._nearest(held, max(held.checkpoints, default=0))
-        slot = self._images.snapshot(self.store.slots[held.slot]) if held.usable else None
+        slot = self.images.snapshot(self.store.slots[held.slot]) if held.usable else None
         try:
-            checkpoint = self._images.snapshot(self._checkpoint(key)) if key else None
+            checkpoint = self.images.snapshot(self._checkpoint(key)) if key else None
         except BaseException:
             if slot is not None:
                 slot.close()
@@ -463,7 +463,7 @@ class States:
             if held.arriving not in self.pool:
                 return
             slot = self._checkpoint(held.arriving)
-        self._images.write(slot, lengths, rows, data)
+        self.images.write(slot, lengths, rows, data)
 
     def _await_checkpoint(self, held: _Held, found: int, at: int) -> None:
         """Have a slot for a checkpoint that comes, unless there is a better one, or no slot."""
@@ -490,25 +490,11 @@ class States:
             self.pool.keep(public, self.pool.remove(key))
         held.checkpoints[at] = public or key
 
-    # --- checkpoints on disk ----------------------------------------------------------------------------------------
+    # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def content_of(self, slot: int) -> bytes | None:
-        """The checkpoint in a slot, for `restore`. None: no file can have it."""
-        return self._images.to_file(self.store.slots[slot])
-
-    def restore(self, key: bytes, content: bytes) -> bool:
-        """Have a checkpoint again. False: there is no slot for it."""
-        try:
-            slot = self.pool.take()
-        except KvBlocksExhausted:
-            return False
-        try:
-            self._images.from_file(content, self.store.slots[slot])
-        except BaseException:
-            self.pool.give(slot)
-            raise
-        self.pool.keep(key, slot)
-        return True
+        """A file of the checkpoint in a slot. None: no file can have it."""
+        return self.images.to_file(self.store.slots[slot])
 
     def has_checkpoint(self, key: bytes) -> bool:
         """Whether there is one of this key."""

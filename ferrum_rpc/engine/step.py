@@ -51,6 +51,7 @@ from ferrum_rpc.core import (
     named,
 )
 from ferrum_rpc.device import DEVICE_ERRORS
+from ferrum_rpc.engine.checkpoint_files import CheckpointFiles
 from ferrum_rpc.engine.compute import Compute, TokensBehind, clear_frames
 from ferrum_rpc.engine.feeding import NO_ROWS, StateFeeding
 from ferrum_rpc.engine.grammars.constraints import Constraints
@@ -59,7 +60,7 @@ from ferrum_rpc.errors import DeviceLost, ExecutorError, KvBlocksExhausted, Step
 from ferrum_rpc.kv.manager import KvManager
 from ferrum_rpc.kv.sequence import Reservation
 from ferrum_rpc.kv.store import KvStore, Saved
-from ferrum_rpc.kv.tiers import KEY_BYTES, STATES, BlockFiles
+from ferrum_rpc.kv.tiers import BlockFiles
 from ferrum_rpc.sampling.accept import accepted
 from ferrum_rpc.sampling.rows import Chosen
 from ferrum_rpc.sampling.transfer import Marker
@@ -145,11 +146,12 @@ class StepRunner:
         self._newest: Pending | None = None
         self._ended_at = 0.0
         self._tier = tier
+        self.checkpoint_files: CheckpointFiles | None = None
         if tier is not None:
             tier.on_gone = partial(kv.prefixes.note_tier, there=False)
             kv.prefixes.tier = tier
             if states is not None:
-                states.pool.on_drop = self._save_states
+                self.checkpoint_files = CheckpointFiles(states, tier)
 
     @contextmanager
     def context(self) -> Iterator[None]:
@@ -158,7 +160,11 @@ class StepRunner:
         with torch.inference_mode():
             yield
             if self._tier is not None:
-                self._tier.end(self.kv.prefixes.blocks(), self.store.read_blocks, FLUSH_S, self._kept_states())
+                files = self.checkpoint_files
+                states = () if files is None else files.kept()
+                self._tier.end(self.kv.prefixes.blocks(), self.store.read_blocks, FLUSH_S, states)
+                if files is not None:
+                    files.close()
 
     def close(self) -> None:
         """See `Runner.close`."""
@@ -539,18 +545,6 @@ class StepRunner:
             of_masks = [index for index in pending.reservations if pending.spans[index].sequence in late]
             pending.late = {*pending.late, *of_masks}
         return [span._replace(output=NO_ROWS) if span.sequence in late else span for span in spans]
-
-    def _save_states(self, key: bytes, slot: int) -> None:
-        """Save a checkpoint whose slot is needed, unless only one sequence could find it."""
-        if self._tier is not None and self.states is not None and len(key) in KEY_BYTES:
-            self._tier.write_states(STATES + key, partial(self.states.content_of, slot))
-
-    def _kept_states(self) -> list[tuple[bytes, Callable[[], bytes | None]]]:
-        """All checkpoints that others may find, with what reads them, those used last first."""
-        if self.states is None:
-            return []
-        kept = [each for each in reversed(self.states.pool.items()) if len(each[0]) in KEY_BYTES]
-        return [(STATES + key, partial(self.states.content_of, slot)) for key, slot in kept]
 
     def _save_leaving(self) -> None:
         """Save evicted blocks of the prefix cache, before any block is written."""

@@ -27,9 +27,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
+from io import BytesIO
 from pathlib import Path
 from struct import Struct
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import structlog
 
@@ -69,6 +71,50 @@ ACTIONS: Final = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room there, or lower --kv-tier-bytes"),
 }
 """What to do if a write fails."""
+
+
+class FileReader:
+    """The content of a file of the tier, in pieces, which may be used once `end` has said that all of it is what was
+    written. ``left``: bytes that were not read yet. ``lose(why)`` is called if they cannot be. ``mac``: the digest of
+    what comes before, and at last ``digest``; None: it is not checked."""
+
+    def __init__(
+        self, file: BinaryIO, left: int, mac: hmac.HMAC | None, digest: bytes, lose: Callable[[str], object]
+    ) -> None:
+        self.left = left
+        self._file, self._mac, self._digest, self._lose = file, mac, digest, lose
+        self._why = "its content is not what was written"
+
+    def read(self, size: int) -> bytes:
+        """The next bytes; fewer if there are no more, or if they cannot be read."""
+        try:
+            found = self._file.read(min(size, self.left))
+        except OSError as error:
+            self._why, found = error.strerror or str(error), b""
+        self.left -= len(found)
+        if self._mac is not None:
+            self._mac.update(found)
+        return found
+
+    def end(self) -> bool:
+        """Whether all was read, and is what was written. Otherwise the file is lost. Closes it."""
+        right = not self.left and not self._file.read(1)
+        if self._mac is not None:
+            right = right and hmac.compare_digest(self._mac.digest(), self._digest)
+        if right:
+            self.close()
+        else:
+            self.lose()
+        return right
+
+    def lose(self, why: str = "") -> None:
+        """The content cannot be used. Closes the file."""
+        self.close()
+        self._lose(why or self._why)
+
+    def close(self) -> None:
+        """It is not read any more."""
+        self._file.close()
 
 
 class BlockFiles:
@@ -117,26 +163,36 @@ class BlockFiles:
 
     def read(self, hashed: bytes) -> bytes | None:
         """The content of a block, or of states, or None if it is not there, or not what was written."""
+        file = self.reader(hashed)
+        if file is None:
+            return None
+        content = file.read(file.left)
+        return content if file.end() else None
+
+    def reader(self, hashed: bytes) -> FileReader | None:
+        """What reads the content of a block, or of states, in pieces, or None if it is not there. Close it."""
         size = self._there.get(hashed)
         if size is None:
             return None
+        self._there.move_to_end(hashed)
         with self._lock:
             waiting = self._waiting.get(hashed)
+        lose = partial(self._lost, hashed)
         if waiting is not None:
-            self._there.move_to_end(hashed)
-            return bytes(waiting())
+            content = bytes(waiting())
+            return FileReader(BytesIO(content), len(content), None, b"", lose)
         try:
-            with open(self._folder.open(hashed.hex(), os.O_RDONLY), "rb") as file:
-                head, content = file.read(HEAD_BYTES), file.read(size)
+            file = os.fdopen(self._folder.open(hashed.hex(), os.O_RDONLY), "rb")
         except OSError as error:
-            self._lost(hashed, error.strerror or str(error))
+            lose(error.strerror or str(error))
             return None
-        right = len(head) + len(content) == size and hmac.compare_digest(head, self._head(hashed, content))
-        if not right:
-            self._lost(hashed, "its content is not what was written")
+        about, mac = self._about(hashed, size - HEAD_BYTES)
+        found = FileReader(file, HEAD_BYTES, None, b"", lose)
+        head = found.read(HEAD_BYTES)
+        if head[: ABOUT.size] != about:
+            found.lose()
             return None
-        self._there.move_to_end(hashed)
-        return content
+        return FileReader(file, size - HEAD_BYTES, mac, head[ABOUT.size :], lose)
 
     def write(self, blocks: Sequence[tuple[int, bytes]], read: Callable[[Sequence[int]], Sequence[Content]]) -> None:
         """Queue ``blocks`` (each with its key) for writing, unless they are there. Those for which the disk is too slow
@@ -210,13 +266,18 @@ class BlockFiles:
 
     def _head(self, hashed: bytes, content: Any) -> bytes:
         """The header of a file with this content."""
+        about, mac = self._about(hashed, len(content))
+        mac.update(content)
+        return about + mac.digest()
+
+    def _about(self, hashed: bytes, size: int) -> tuple[bytes, hmac.HMAC]:
+        """What a header of so many bytes begins with, and the digest until then."""
         key, magic = hashed, MAGIC
         if len(hashed) not in KEY_BYTES:
             key, magic = hashed.removeprefix(STATES), MAGIC_OF_STATES
-        about, mac = ABOUT.pack(magic, key, len(content)), self._mac.copy()
+        about, mac = ABOUT.pack(magic, key, size), self._mac.copy()
         mac.update(about)
-        mac.update(content)
-        return about + mac.digest()
+        return about, mac
 
     def _take_over(self) -> None:
         """Take over the folder with all its files if the process that locked it has ended."""
@@ -306,13 +367,13 @@ class BlockFiles:
 
 def _write(folder: PrivateFolder, name: str, head: bytes, content: memoryview) -> None:
     """Write a file atomically: a reader never sees a part of it."""
-    partial = f"{name}.{os.getpid()}.partial"
+    unfinished = f"{name}.{os.getpid()}.partial"
     try:
-        with open(folder.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+        with open(folder.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
             file.write(head)
             file.write(content)
-        folder.rename(partial, name)
+        folder.rename(unfinished, name)
     except OSError:
         with suppress(OSError):
-            folder.unlink(partial)
+            folder.unlink(unfinished)
         raise

@@ -7,9 +7,10 @@ cache by operations of their own, a piece at a time, and other steps run between
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 from ferrum_rpc.core import PrefixUse, TokenArray
-from ferrum_rpc.engine.commands import Command, Operations
+from ferrum_rpc.engine.commands import Command, Operations, Result
 from ferrum_rpc.errors import ExecutorError
 from ferrum_rpc.service.asking import between_steps
 from ferrum_rpc.service.records import Account
@@ -31,13 +32,19 @@ async def fetch_prefix(  # noqa: PLR0917 - those of the runner's method, and who
     nothing."""
     size = state.engine.cache.block_size
     left = (start + len(prompt)) // size - start // size
-    command = Command(Operations.fetch_prefix, sequence, start, prompt, prefix)
-    while left > 0:
-        try:
+
+    async def piece(operation: Callable[..., Result]) -> Result | None:
+        command = Command(operation, sequence, start, prompt, prefix)
+        return await between_steps(state.engine.submit, command) if goes_on() else None
+
+    with suppress(ExecutorError):
+        if left > 0 and state.model.states is not None:
+            async with state.tier_reads.held(((account, 1),)):  # until it is there: one checkpoint comes at a time
+                while await piece(Operations.fetch_states):
+                    pass
+        while left > 0:
             async with state.tier_reads.held(((account, 1),)):
-                fetched: int = await between_steps(state.engine.submit, command) if goes_on() else 0
-        except ExecutorError:
-            return
-        if not fetched:
-            return
-        left -= fetched
+                fetched = await piece(Operations.fetch_prefix)
+            if not fetched:
+                return
+            left -= fetched

@@ -4,8 +4,10 @@ verification, truncation to any length, forks and lost answers."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,8 @@ import torch
 
 from ferrum_rpc.client import ExecutorClient, FullLogits, OutputSpec, Positions, Run
 from ferrum_rpc.config import ModelSettings
+from ferrum_rpc.engine import checkpoint_files
+from ferrum_rpc.engine.api import Submission
 from ferrum_rpc.errors import Cancelled, DeadlineExceeded, StepFailed
 from ferrum_rpc.failpoints import Failpoints, parse_failpoints
 from tests.support.checkpoints import make_checkpoint, make_model
@@ -80,6 +84,41 @@ async def test_a_sequence_is_cut_and_fed_as_any_other(served: Served, session: b
         assert len(run.tokens) == 5 and run.recomputed_tokens == 60
         await sequence.release()
         assert (await client.status()).pressure.free_slots == SLOTS
+
+
+async def test_steps_of_others_run_between_the_pieces_of_a_checkpoint_that_comes_back(
+    config: ModelSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_files, "PIECE_BYTES", 1 << 12)
+    tiered = replace(config, kv_tier_dir=tmp_path)
+    async with serve_model(tiered) as served, ExecutorClient(served.target) as client:
+        await client.sequence().prefill([*PROMPT, 1])
+    async with serve_model(tiered) as served, ExecutorClient(served.target) as client:
+        other, done, arrived = client.sequence(), list[str](), threading.Event()
+        await other.prefill([1, 2, 3])
+        loop, runner, engine = asyncio.get_running_loop(), served.runner, served.server.state.engine
+        fetch, begin, submit = runner.fetch_states, runner.begin, engine.submit
+        calls = list[Any]()
+
+        def fetched(*about: Any) -> bool:
+            done.append("piece")
+            if len(done) == 2:
+                calls.append(asyncio.run_coroutine_threadsafe(other.decode(4, LAST), loop))
+                assert arrived.wait(30)
+            return bool(fetch(*about))
+
+        def submitted(work: Any) -> None:
+            submit(work)
+            if isinstance(work, Submission):
+                arrived.set()
+
+        monkeypatch.setattr(runner, "fetch_states", fetched)
+        monkeypatch.setattr(runner, "begin", lambda step: done.append("step") or begin(step))
+        monkeypatch.setattr(engine, "submit", submitted)
+        answer = await client.sequence().prefill([*PROMPT, 1], LAST)
+        assert answer.cached_tokens == len(PROMPT) and near(answer.logits, [*PROMPT, 1])
+        assert near((await asyncio.wrap_future(calls[0])).logits, [1, 2, 3, 4])
+        assert done[-2:] == ["piece", "step"] and "step" in done[2:-1]
 
 
 @pytest.mark.parametrize("in_a_step", [False, True])

@@ -104,10 +104,11 @@ TABLE = {
     ),
     "engine.state_images": Floor("core attention", "numpy torch"),
     "engine.states": Floor("core device errors kv attention engine.state_images", "structlog torch"),
+    "engine.checkpoint_files": Floor("core errors kv.tiers engine.states", "torch"),
     "engine.feeding": Floor("core errors kv attention engine.compute engine.states", "numpy torch"),
     "engine.step": Floor(
         "core device errors kv kv.store kv.tiers attention sampling sampling.transfer engine.compute engine.grammars "
-        "engine.states engine.feeding",
+        "engine.states engine.checkpoint_files engine.feeding",
         "numpy torch structlog",
     ),
     # from settings to a runner: what every rank chooses, the ranks, and what puts the first one's together
