@@ -63,6 +63,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": ALTERNATING | {"query_pre_attn_scalar": 16},
     "gemma3n_text": SHARED | OF_A_LAYER | {"laurel_rank": 8},
     "gemma4_text": ALTERNATING | OF_A_LAYER | {"global_head_dim": 16},
+    "gemma4_text (fewer and wider heads)": ALTERNATING
+    | OF_A_LAYER
+    | {"global_head_dim": 24, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "gemma4_unified_text": ALTERNATING | {"global_head_dim": 16},
     "gemma4_text (shared K and V)": SHARED | OF_A_LAYER | {"global_head_dim": 16},
     "olmo": {},
     "olmo2": {},
@@ -114,6 +118,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoeshared": {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24},
     "granitemoehybrid": FULL
     | {"num_local_experts": 0, "shared_intermediate_size": 48, "mamba_n_heads": 4, "position_embedding_type": "rope"},
+    "mimo_v2_flash": BOTH
+    | {"head_dim": 16, "v_head_dim": 8, "swa_num_key_value_heads": 4}
+    | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "minimax_m2": HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8},
     "gpt_bigcode": {"n_inner": 48},
     "internlm3": {},
