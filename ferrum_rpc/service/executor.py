@@ -40,6 +40,7 @@ from ferrum_rpc.wire.items import (
     name_from_proto,
     pressure_to_proto,
 )
+from ferrum_rpc.wire.kv_stream import listed_tensors
 from ferrum_rpc.wire.masks import grammar_from_proto, id_of, words_from_proto
 
 SERVICE: Final = "ferrum_rpc.executor.v1.ModelExecutor"
@@ -194,6 +195,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
                 total_blocks=cache.total_blocks,
                 bytes_per_token=model.kv_bytes_per_token,
                 state_bytes=model.state_bytes,
+                tensors=listed_tensors(model),
             ),
             limits=to_proto(
                 info_pb2.Limits,

@@ -131,16 +131,21 @@ class CacheLayout:
         of_all = (0, 0, 0, types_pb2.D_TYPE_UNSPECIFIED) if self.by_name else (self.layers, *self.shapes[0], self.dtype)
         shape = dict(zip(OF_K_AND_V, of_all, strict=True))
         fields = {"model_fingerprint": self.model_fingerprint, **shape, "adapter": self.adapter}
+        return {**fields, "tensors": self.tensors}
+
+    @property
+    def tensors(self) -> list[types_pb2.KvTensor]:
+        """Those that a layout lists; none if K and V are alike in all layers of the model."""
         if not self.by_name:
-            return {**fields, "tensors": []}
+            return []
         tensors = [
-            kv_transfer_pb2.KvTensor(name=name, dtype=dtype, shape=extents[1:], layers=count)
+            types_pb2.KvTensor(name=name, dtype=dtype, shape=extents[1:], layers=count)
             for shape, count in self.kinds.items()
             for name, dtype, extents, _ in self.parts(self.shapes.index(shape), 1)
         ]
         for name, dtype, of_a_row in self.state_tensors.values():
-            tensors.append(kv_transfer_pb2.KvTensor(name=name, dtype=dtype, shape=of_a_row))
-        return {**fields, "tensors": tensors}
+            tensors.append(types_pb2.KvTensor(name=name, dtype=dtype, shape=of_a_row))
+        return tensors
 
     def to_proto(self, tokens: TokenArray, block_size: int) -> kv_transfer_pb2.KvLayout:
         """As the first frame of an export has it."""
@@ -158,6 +163,14 @@ class CacheLayout:
                 field="header.layout",
                 metadata={"differs": ",".join(differs), **told},
             )
+
+
+def listed_tensors(model: ModelInfo) -> list[types_pb2.KvTensor]:
+    """Those that layouts of a model's caches list; none if its caches cannot be moved."""
+    try:
+        return CacheLayout.of(model).tensors
+    except NotSupported:
+        return []
 
 
 def widest_bytes(layout: kv_transfer_pb2.KvLayout) -> int:

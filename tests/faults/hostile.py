@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import grpc
 
-from ferrum_rpc.executor.v1 import kv_transfer_pb2
+from ferrum_rpc.executor.v1 import kv_transfer_pb2, types_pb2
 from tests.faults.figures import Figure, Figures, at_most, quantile
 from tests.faults.models import Model
 from tests.faults.sizes import Size
@@ -49,7 +49,7 @@ def messages() -> dict[str, tuple[str, bytes]]:
     """Messages of just under the limit of 1 MiB that unfold into as much as they can, and their methods."""
     room = MIB - 64
     chunk = kt.KvChunk(parts=[kt.KvPart()] * (room // 2 - 8))
-    layout = kt.ImportKvHeader(layout=kt.KvLayout(tensors=[kt.KvTensor()] * (room // 2 - 16)))
+    layout = kt.ImportKvHeader(layout=kt.KvLayout(tensors=[types_pb2.KvTensor()] * (room // 2 - 16)))
     moved = {
         "parts of a chunk": kt.ImportKvRequest(chunk=chunk),
         "tensors of a layout": kt.ImportKvRequest(header=layout),

@@ -18,6 +18,7 @@ import torch
 
 from ferrum_rpc import cli
 from ferrum_rpc.client import Capability, ExecutorClient, FullLogits
+from ferrum_rpc.client.transfer import read_layout
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.assembly import hf_source
 from ferrum_rpc.engine.assembly.build import build_runner
@@ -31,6 +32,7 @@ from tests.support.hf_families import make_family, make_family_checkpoint
 from tests.support.inside import module_of
 from tests.support.listed_kv_heads import LISTED, make_deci
 from tests.support.serving import serve_model
+from tests.support.wiring import pb
 
 
 @pytest.fixture(scope="module")
@@ -381,6 +383,8 @@ async def test_layers_of_unlike_widths_are_shared_cut_parked_and_moved(tmp_path,
         await sequence.prefill(prompt[21:])
         assert right(await rows(forked)) and right(await rows(sequence))
         await sequence.export_to(file)
+        told = [*(await served.executor.GetInfo(pb.GetInfoRequest())).kv_cache.tensors]
+        assert told == [*read_layout(file).tensors] and sum(each.layers for each in told) == 2 * info.model.layers
         await other.park()
         assert right(await rows(other))
         async with serve_model(config) as second, ExecutorClient(second.target) as there:
@@ -422,6 +426,7 @@ async def test_a_hybrid_family_that_has_attention_alone_is_examined_and_served(t
     assert run("doctor", folder) == 0 and "64 rows in float32" in capsys.readouterr().out
     async with serve_model(settings(folder)) as served, ExecutorClient(served.target) as client:
         assert (await client.info()).model.architecture == "GraniteMoeHybridForCausalLM"
+        assert not (await served.executor.GetInfo(pb.GetInfoRequest())).kv_cache.tensors
         sequence = client.sequence()
         await sequence.prefill([5, 6, 7, 8, 9])
         await sequence.decode(4)

@@ -1,5 +1,6 @@
 import datetime
 
+from ferrum_rpc.executor.v1 import types_pb2 as _types_pb2
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -135,16 +136,18 @@ class ModelInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., heads: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., parameters: _Optional[int] = ..., weight_dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., folder: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., tokenizer_sha256: _Optional[bytes] = ...) -> None: ...
 
 class KvCacheInfo(_message.Message):
-    __slots__ = ("block_size", "total_blocks", "bytes_per_token", "state_bytes")
+    __slots__ = ("block_size", "total_blocks", "bytes_per_token", "state_bytes", "tensors")
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
     block_size: int
     total_blocks: int
     bytes_per_token: int
     state_bytes: int
-    def __init__(self, block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., bytes_per_token: _Optional[int] = ..., state_bytes: _Optional[int] = ...) -> None: ...
+    tensors: _containers.RepeatedCompositeFieldContainer[_types_pb2.KvTensor]
+    def __init__(self, block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., bytes_per_token: _Optional[int] = ..., state_bytes: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[_types_pb2.KvTensor, _Mapping]]] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("max_batch_items", "max_batch_tokens", "max_top_tokens", "max_selected_tokens", "max_request_bytes", "max_response_bytes", "max_sequences", "max_queued_items", "max_queued_tokens", "replay_bytes", "max_steps_in_flight", "session_inline_bytes", "max_session_response_bytes", "lease_ttl", "max_lease_ttl", "idle_ttl", "max_sequences_per_caller", "max_blocks_per_caller", "max_leases", "min_lease_ttl", "max_sessions", "caller_share", "exact_span_tokens", "max_unread_bytes", "max_run_tokens", "max_running", "max_followers", "max_forks", "max_draft_tokens", "max_draft_candidates", "max_token_masks", "max_biases", "max_transfers", "max_cache_salt_bytes", "max_name_bytes", "max_request_id_bytes", "max_stop_tokens", "max_operations", "max_watchers", "max_grammars", "max_grammar_bytes", "free_truncation_tokens", "checkpoint_tokens")

@@ -37,20 +37,8 @@ class KvLayout(_message.Message):
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     adapter: str
     block_size: int
-    tensors: _containers.RepeatedCompositeFieldContainer[KvTensor]
-    def __init__(self, model_fingerprint: _Optional[bytes] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[_Union[_types_pb2.DType, str]] = ..., seq_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., adapter: _Optional[str] = ..., block_size: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[KvTensor, _Mapping]]] = ...) -> None: ...
-
-class KvTensor(_message.Message):
-    __slots__ = ("name", "dtype", "shape", "layers")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    DTYPE_FIELD_NUMBER: _ClassVar[int]
-    SHAPE_FIELD_NUMBER: _ClassVar[int]
-    LAYERS_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    dtype: _types_pb2.DType
-    shape: _containers.RepeatedScalarFieldContainer[int]
-    layers: int
-    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[_Union[_types_pb2.DType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., layers: _Optional[int] = ...) -> None: ...
+    tensors: _containers.RepeatedCompositeFieldContainer[_types_pb2.KvTensor]
+    def __init__(self, model_fingerprint: _Optional[bytes] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[_Union[_types_pb2.DType, str]] = ..., seq_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., adapter: _Optional[str] = ..., block_size: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[_types_pb2.KvTensor, _Mapping]]] = ...) -> None: ...
 
 class KvPart(_message.Message):
     __slots__ = ("tensor", "data")

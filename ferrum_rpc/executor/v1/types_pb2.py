@@ -24,21 +24,23 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"ferrum_rpc/executor/v1/types.proto\x12\x16\x66\x65rrum_rpc.executor.v1\"8\n\x08KvHandle\x12\n\n\x02id\x18\x01 \x01(\x0c\x12\x0f\n\x07seq_len\x18\x02 \x01(\r\x12\x0f\n\x07version\x18\x03 \x01(\x04\"S\n\x06Tensor\x12,\n\x05\x64type\x18\x01 \x01(\x0e\x32\x1d.ferrum_rpc.executor.v1.DType\x12\r\n\x05shape\x18\x02 \x03(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\xcb\x01\n\nKvPressure\x12\x13\n\x0b\x66ree_blocks\x18\x01 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x02 \x01(\r\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x14\n\x0cqueued_items\x18\x04 \x01(\r\x12\x15\n\rqueued_tokens\x18\x05 \x01(\r\x12\x11\n\tsequences\x18\x06 \x01(\r\x12\x15\n\rrunning_items\x18\x07 \x01(\r\x12\x12\n\nfree_slots\x18\x08 \x01(\r\x12\x13\n\x0btotal_slots\x18\t \x01(\r\"u\n\nStepTiming\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x14\n\x0cqueue_micros\x18\x02 \x01(\r\x12\x16\n\x0e\x66orward_micros\x18\x03 \x01(\r\x12\x16\n\x0estep_sequences\x18\x04 \x01(\r\x12\x13\n\x0bstep_tokens\x18\x05 \x01(\r*\x93\x01\n\x05\x44Type\x12\x16\n\x12\x44_TYPE_UNSPECIFIED\x10\x00\x12\x0e\n\nD_TYPE_F32\x10\x01\x12\x0f\n\x0b\x44_TYPE_BF16\x10\x02\x12\x0e\n\nD_TYPE_F16\x10\x03\x12\x0e\n\nD_TYPE_U32\x10\x04\x12\x0e\n\nD_TYPE_I32\x10\x05\x12\r\n\tD_TYPE_I8\x10\x06\x12\x12\n\x0e\x44_TYPE_F8_E4M3\x10\x07\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"ferrum_rpc/executor/v1/types.proto\x12\x16\x66\x65rrum_rpc.executor.v1\"8\n\x08KvHandle\x12\n\n\x02id\x18\x01 \x01(\x0c\x12\x0f\n\x07seq_len\x18\x02 \x01(\r\x12\x0f\n\x07version\x18\x03 \x01(\x04\"S\n\x06Tensor\x12,\n\x05\x64type\x18\x01 \x01(\x0e\x32\x1d.ferrum_rpc.executor.v1.DType\x12\r\n\x05shape\x18\x02 \x03(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"e\n\x08KvTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12,\n\x05\x64type\x18\x02 \x01(\x0e\x32\x1d.ferrum_rpc.executor.v1.DType\x12\r\n\x05shape\x18\x03 \x03(\r\x12\x0e\n\x06layers\x18\x04 \x01(\r\"\xcb\x01\n\nKvPressure\x12\x13\n\x0b\x66ree_blocks\x18\x01 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x02 \x01(\r\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x14\n\x0cqueued_items\x18\x04 \x01(\r\x12\x15\n\rqueued_tokens\x18\x05 \x01(\r\x12\x11\n\tsequences\x18\x06 \x01(\r\x12\x15\n\rrunning_items\x18\x07 \x01(\r\x12\x12\n\nfree_slots\x18\x08 \x01(\r\x12\x13\n\x0btotal_slots\x18\t \x01(\r\"u\n\nStepTiming\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x14\n\x0cqueue_micros\x18\x02 \x01(\r\x12\x16\n\x0e\x66orward_micros\x18\x03 \x01(\r\x12\x16\n\x0estep_sequences\x18\x04 \x01(\r\x12\x13\n\x0bstep_tokens\x18\x05 \x01(\r*\x93\x01\n\x05\x44Type\x12\x16\n\x12\x44_TYPE_UNSPECIFIED\x10\x00\x12\x0e\n\nD_TYPE_F32\x10\x01\x12\x0f\n\x0b\x44_TYPE_BF16\x10\x02\x12\x0e\n\nD_TYPE_F16\x10\x03\x12\x0e\n\nD_TYPE_U32\x10\x04\x12\x0e\n\nD_TYPE_I32\x10\x05\x12\r\n\tD_TYPE_I8\x10\x06\x12\x12\n\x0e\x44_TYPE_F8_E4M3\x10\x07\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ferrum_rpc.executor.v1.types_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DTYPE']._serialized_start=531
-  _globals['_DTYPE']._serialized_end=678
+  _globals['_DTYPE']._serialized_start=634
+  _globals['_DTYPE']._serialized_end=781
   _globals['_KVHANDLE']._serialized_start=62
   _globals['_KVHANDLE']._serialized_end=118
   _globals['_TENSOR']._serialized_start=120
   _globals['_TENSOR']._serialized_end=203
-  _globals['_KVPRESSURE']._serialized_start=206
-  _globals['_KVPRESSURE']._serialized_end=409
-  _globals['_STEPTIMING']._serialized_start=411
-  _globals['_STEPTIMING']._serialized_end=528
+  _globals['_KVTENSOR']._serialized_start=205
+  _globals['_KVTENSOR']._serialized_end=306
+  _globals['_KVPRESSURE']._serialized_start=309
+  _globals['_KVPRESSURE']._serialized_end=512
+  _globals['_STEPTIMING']._serialized_start=514
+  _globals['_STEPTIMING']._serialized_end=631
 # @@protoc_insertion_point(module_scope)

@@ -46,6 +46,18 @@ class Tensor(_message.Message):
     data: bytes
     def __init__(self, dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
+class KvTensor(_message.Message):
+    __slots__ = ("name", "dtype", "shape", "layers")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dtype: DType
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    layers: int
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., layers: _Optional[int] = ...) -> None: ...
+
 class KvPressure(_message.Message):
     __slots__ = ("free_blocks", "total_blocks", "block_size", "queued_items", "queued_tokens", "sequences", "running_items", "free_slots", "total_slots")
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
