@@ -26,6 +26,7 @@ from tests.support.checkpoints import make_checkpoint, make_model
 from tests.support.fake_async_device import ILLEGAL_ACCESS
 from tests.support.inside import adapters_of
 from tests.support.ranks import World
+from tests.support.rows import answered, copy_sequence, tokens_of
 from tests.unit.test_runner_transactions import Saboteur
 
 FAMILY = {"num_hidden_layers": 4, "vocab_size": 500}
@@ -81,11 +82,6 @@ def run(runner: TorchRunner, *spans: Span) -> list[SpanResult]:
     return results
 
 
-def chosen(result: SpanResult) -> int:
-    assert result.rows is not None
-    return int(result.rows.block.columns["token_ids"][result.rows.first])
-
-
 def texts(runner: TorchRunner, adapters: dict[int, int], tokens: int, first: int = 0) -> list[list[int]]:
     """What sequences with these adapters become, all in one step each time."""
     found: dict[int, list[int]] = {each: [] for each in adapters}
@@ -95,7 +91,7 @@ def texts(runner: TorchRunner, adapters: dict[int, int], tokens: int, first: int
         results = run(runner, *(span(first + each, fed[each], lengths[each], adapters[each]) for each in adapters))
         for each, result in zip(adapters, results, strict=True):
             lengths[each] = result.length
-            fed[each] = [chosen(result)]
+            fed[each] = tokens_of(result.rows)
             found[each] += fed[each]
     runner.release([first + each for each in adapters])
     return list(found.values())
@@ -121,7 +117,7 @@ def played(runner: TorchRunner) -> dict[str, Any]:
             uses.append((number, PrefixUse(adapter=name, fingerprint=fingerprint)))
         for sequence, (number, use) in enumerate(uses * 2, 30):
             [result] = run(runner, span(sequence, PROMPT, 0, number, use))
-            cached.append((result.cached_tokens, chosen(result)))
+            cached.append((result.cached_tokens, tokens_of(result.rows)))
             runner.release([sequence])
         assert [tokens for tokens, _ in cached] == [0, 0, 0, 20, 20, 20] and cached[0][1] == cached[3][1]
         runner.check()
@@ -146,15 +142,11 @@ def test_sequences_with_an_adapter_move_between_one_rank_and_several(folder: Pat
         full = OutputSpec(Positions.LAST, FullLogits())
         for source, target, numbers in ((one, ours, (1, 2)), (ours, one, (2, 1))):
             run(source, span(1, PROMPT, 0, numbers[0]))
-            target.begin_import(2, source.token_ids(1), 0, None)
-            for layer, parts in enumerate(source.read_kv(1, 0, len(PROMPT), range(4))):
-                target.write_kv(2, 0, len(PROMPT), layer, parts)
-            target.commit_import(2)
+            copy_sequence(source, 1, target, 2)
             rows = []
             for sequence, runner, number in ((1, source, numbers[0]), (2, target, numbers[1])):
-                [result] = run(runner, span(sequence, [5], len(PROMPT), number)._replace(output=full))
-                assert result.rows is not None
-                rows.append(result.rows.block.columns["logits"][result.rows.first])
+                [columns] = answered(runner, span(sequence, [5], len(PROMPT), number)._replace(output=full))
+                rows.append(columns["logits"])
                 runner.release([sequence])
             assert np.abs(rows[0] - rows[1]).max() < 1e-4
 

@@ -22,7 +22,7 @@ from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.native_linear import ByteFactory, PairFactory
 from ferrum_rpc.native import library
 from ferrum_rpc.serve import _action, _banner
-from tests.support.checkpoints import make_checkpoint
+from tests.support.harness import made_or_skip
 
 PRESSURE = Pressure(8, 8, 16, 0, 0, 0)
 STATE = SimpleNamespace(handles=SimpleNamespace(instance_id="1"), pressure=lambda: PRESSURE)
@@ -45,18 +45,14 @@ def error_of(rounded, plain):
     return (logits(rounded, tokens) - exact).square().mean().sqrt() / exact.std()
 
 
-def there(*makes):
-    """Skip where one of these cannot be made."""
-    for make in makes:
-        try:
-            make()
-        except OSError as reason:
-            pytest.skip(str(reason))
+@pytest.fixture
+def folder(checkpoint_of):
+    """Of widths that our kernels multiply."""
+    return checkpoint_of(hidden_size=128, intermediate_size=256)
 
 
-def test_eight_bit_weights_are_told_with_their_error_and_stay_near(tmp_path):
-    there(ByteFactory)
-    folder = make_checkpoint(tmp_path, "qwen3", hidden_size=128, intermediate_size=256)
+def test_eight_bit_weights_are_told_with_their_error_and_stay_near(folder):
+    made_or_skip(ByteFactory)
     config = ModelSettings(str(folder), dtype="bfloat16", kv_blocks=8)
     plain, rounded = build_runner(config), build_runner(replace(config, quantize="int8"))
     told = dict(rounded.device.choices)["quantize=int8"]
@@ -67,8 +63,7 @@ def test_eight_bit_weights_are_told_with_their_error_and_stay_near(tmp_path):
 
 
 @pytest.mark.parametrize("attention", ["native", "torch"])
-def test_an_eight_bit_cache_is_told_with_its_error_and_stays_near(tmp_path, attention):
-    folder = make_checkpoint(tmp_path, "qwen3", hidden_size=128, intermediate_size=256)
+def test_an_eight_bit_cache_is_told_with_its_error_and_stays_near(folder, attention):
     config = ModelSettings(str(folder), dtype="float32", attention=attention, kv_memory=1 << 20)
     try:
         plain = build_runner(config)
@@ -111,12 +106,12 @@ def test_an_eight_bit_cache_is_not_for_every_gpu(monkeypatch, kv_dtype, why):
     assert refused.value.field == "kv_dtype"
 
 
-def test_products_on_a_gpu_are_summed_in_float32(monkeypatch, tmp_path):
+def test_products_on_a_gpu_are_summed_in_float32(monkeypatch, folder):
     products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
     switches = ["allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction", "allow_tf32"]
     before = [getattr(products, each) for each in switches], convolutions.allow_tf32
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    config = ModelSettings(str(make_checkpoint(tmp_path, "qwen3")), device="cuda")
+    config = ModelSettings(str(folder), device="cuda")
     try:
         for each in switches:
             setattr(products, each, True)
@@ -140,10 +135,10 @@ def test_an_eight_bit_cache_of_few_slots_has_an_error_too(kv_blocks):
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])
-def test_an_answer_depends_on_neither_neighbours_nor_threads(tmp_path, quantize):
+def test_an_answer_depends_on_neither_neighbours_nor_threads(folder, quantize):
     """The whole model, bit for bit, where its kernels are ours."""
-    there(ByteFactory, PairFactory)
-    folder = make_checkpoint(tmp_path, "qwen3", hidden_size=128, intermediate_size=256)
+    for make in (ByteFactory, PairFactory):
+        made_or_skip(make)
     runner = build_runner(ModelSettings(str(folder), dtype="bfloat16", kv_blocks=64, quantize=quantize))
     if not {"rows=native", "attention=native"} <= {choice for choice, _ in runner.device.choices}:
         pytest.skip("not all kernels are native here")
@@ -186,9 +181,8 @@ def test_a_size_that_is_lowered_says_what_it_became_and_one_that_is_honoured_tha
     assert told["max_context=32"] == "requested" and told["kv_blocks=512 (1024 KiB)"] == "requested"
 
 
-def test_a_model_tells_its_folder_and_a_built_in_one_tells_none(tmp_path):
-    folder = make_checkpoint(tmp_path, "qwen3")
-    assert build_runner(ModelSettings(str(folder), kv_blocks=8)).info.folder == str(tmp_path)
+def test_a_model_tells_its_folder_and_a_built_in_one_tells_none(folder):
+    assert build_runner(ModelSettings(str(folder), kv_blocks=8)).info.folder == str(folder)
     assert build_runner(ModelSettings(str(folder), name="demo", kv_blocks=8)).info.folder == ""
     assert build_runner(ModelSettings("identity", kv_blocks=8)).info.folder == ""
 
@@ -239,7 +233,7 @@ def test_a_start_without_kernels_says_so_once_aloud_and_what_to_do(monkeypatch, 
 
 
 def test_a_start_with_kernels_warns_of_nothing():
-    there(library.load)
+    made_or_skip(library.load)
     runner, told = choices()
     assert NO_KERNELS not in told
     with capture_logs() as logs:

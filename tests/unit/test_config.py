@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from ferrum_rpc import cli
-from ferrum_rpc.cli import main
 from ferrum_rpc.config import GROUPS, SETTINGS, load_settings, parse_bytes
 from ferrum_rpc.usage import ConfigError
 
@@ -35,7 +34,7 @@ def test_limits_are_the_settings_of_the_same_names():
     assert (limits.max_run_tokens, limits.max_running, limits.max_followers) == (8, 3, 1)
 
 
-def test_a_wrong_name_gets_the_nearest_one_wherever_it_is_written(tmp_path, monkeypatch, capsys):
+def test_a_wrong_name_gets_the_nearest_one_wherever_it_is_written(tmp_path, monkeypatch, command):
     file = tmp_path / "ferrum.toml"
     file.write_text("blok_size = 8\n")
     with pytest.raises(ConfigError, match=r"ferrum\.toml.*'blok_size' \(did you mean 'block_size'\?\)"):
@@ -49,10 +48,8 @@ def test_a_wrong_name_gets_the_nearest_one_wherever_it_is_written(tmp_path, monk
         (["serv", "identity"], "serve"),
         (["info", "--tagret", "x"], "--target"),
     ):
-        with pytest.raises(SystemExit) as caught:
-            main(arguments)
-        assert caught.value.code == 2
-        assert f"did you mean '{nearest}'" in capsys.readouterr().err
+        status, _, said = command(*arguments)
+        assert status == 2 and f"did you mean '{nearest}'" in said
 
 
 @pytest.mark.parametrize(
@@ -110,10 +107,8 @@ def test_paths_are_whole(monkeypatch, tmp_path):
         load_settings("identity", {}, Path("gone.toml"))
 
 
-def test_every_setting_is_shown_in_its_group_with_help(capsys):
-    with pytest.raises(SystemExit):
-        main(["serve", "--help"])
-    text = capsys.readouterr().out
+def test_every_setting_is_shown_in_its_group_with_help(command):
+    _, text, _ = command("serve", "--help")
     assert all("--" + name.replace("_", "-") in text and field.description for name, field in SETTINGS.items())
     blocks = {block.partition(":\n")[0]: block for block in text.split("\n\n")}
     assert set(GROUPS.values()) <= set(blocks)
@@ -124,11 +119,9 @@ def test_every_setting_is_shown_in_its_group_with_help(capsys):
     assert len(text.partition("\n\n")[0].splitlines()) < 3  # the usage names no setting by itself
 
 
-def test_ctrl_c_while_the_settings_are_imported_leaves_no_traceback(monkeypatch):
+def test_ctrl_c_while_the_settings_are_imported_leaves_no_traceback(monkeypatch, command):
     def interrupted(command: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "_add_settings", interrupted)
-    with pytest.raises(SystemExit) as caught:
-        main(["serve", "identity"])
-    assert caught.value.code == 130
+    assert command("serve", "identity")[0] == 130

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from ferrum_rpc import cli
 from ferrum_rpc.client import ExecutorClient
 from ferrum_rpc.client.fleet import FleetClient
 
@@ -124,11 +124,9 @@ def test_nothing_says_that_this_project_is_on_a_package_index() -> None:
     assert [str(each) for each in files if each != Path(__file__) and said.search(each.read_text("utf-8"))] == []
 
 
-def test_every_flag_of_serve_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_flag_of_serve_is_explained(command: Callable[..., tuple[int, str, str]]) -> None:
     """By its name, or that of its setting; what has a ``--no-`` in front is explained with the flag."""
-    with pytest.raises(SystemExit):
-        cli.main(("serve", "--help"))
-    flags = set(re.findall(r"^ +(--[a-z0-9-]+)", capsys.readouterr().out, re.MULTILINE))
+    flags = set(re.findall(r"^ +(--[a-z0-9-]+)", command("serve", "--help")[1], re.MULTILINE))
     assert len(flags) > 70
     text = page("operations.md") + page("fleet.md")
     named = set(re.findall(r"--[a-z0-9-]+", text))

@@ -41,6 +41,7 @@ from ferrum_rpc.errors import (
     KvBlocksExhausted,
     StepFailed,
 )
+from tests.support.rows import tokens_of
 from tests.support.waiting import until
 from tests.unit.engine_program import (
     BREAK,
@@ -155,7 +156,7 @@ async def test_submissions_that_wait_become_one_step_within_its_budget(kind, tmp
     described = await made.ready
     assert (described.info, described.device) == ("a model", "a device")
     for (outcome,), timing in answers[:3]:
-        assert outcome.length == 1 and outcome.rows.block["token_ids"][outcome.rows.first] == 5
+        assert outcome.length == 1 and tokens_of(outcome.rows) == [5]
         assert (timing.step, timing.sequences, timing.tokens) == (1, 3, 3) and timing.queue_s >= 0
     assert [each for _, waits in made.timings for each in waits] == [timing.queue_s for _, timing in answers]
     assert [step._replace(queue_s=0.0) for step, _ in made.timings] == list(
@@ -209,8 +210,7 @@ async def test_every_piece_of_work_gives_its_place_back(tmp_path):
             await made.open()
             await held
             for submission, done in work[1 - turn % 2 :: 2]:
-                outcome = await only(done)
-                assert outcome.rows.block["token_ids"][outcome.rows.first] == submission.spans[0].tokens[0]
+                assert tokens_of((await only(done)).rows) == submission.spans[0].tokens.tolist()
             assert await made.do("process")
         assert made.engine.queued_items == 0
 
@@ -450,11 +450,6 @@ def test_it_dies_with_its_server(tmp_path):
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
-def tokens_of(outcome: Any) -> list[int]:
-    rows = outcome.rows
-    return rows.block["token_ids"][rows.first : rows.first + rows.count].tolist()
-
-
 @BOTH
 async def test_a_run_goes_on_by_itself_and_passes_its_tokens_on(kind, tmp_path):
     async with harness(tmp_path, kind) as made:
@@ -462,7 +457,7 @@ async def test_a_run_goes_on_by_itself_and_passes_its_tokens_on(kind, tmp_path):
         spans = span(1), span(2, COUNT, run=Run(4)), span(3, 1500, run=Run(9, (1503,)))
         _, done = made.submit(*spans, on_tokens=chosen.extend)
         outcomes, timing = await done
-        assert [tokens_of(each) for each in outcomes] == [[5], [1001, 1002, 1003, 1004], [1501, 1502, 1503]]
+        assert [tokens_of(each.rows) for each in outcomes] == [[5], [1001, 1002, 1003, 1004], [1501, 1502, 1503]]
         assert [each.length for each in outcomes] == [1, 4, 3]
         assert [each.ended and each.ended.end for each in outcomes] == [None, RunEnd.MAX_TOKENS, RunEnd.STOP_ID]
         assert sorted(chosen) == [(1, n, 1001 + n) for n in range(4)] + [(2, n, 1501 + n) for n in range(3)]
@@ -481,7 +476,7 @@ async def test_a_run_is_cut_where_it_stands(kind, tmp_path):
         made.engine.interrupt(first, 1, Cancelled("as asked"))
         await made.open()
         outcomes, _ = await done
-        assert tokens_of(outcomes[1]) == [1001] and tokens_of(outcomes[2]) == [1001, 1002, 1003]
+        assert tokens_of(outcomes[1].rows) == [1001] and tokens_of(outcomes[2].rows) == [1001, 1002, 1003]
         assert outcomes[1].ended.end is RunEnd.CUT and isinstance(outcomes[1].ended.cause, Cancelled)
         made.engine.interrupt(first, None, Cancelled("too late"))
         assert await made.outcome(span(4)) is not None
@@ -505,7 +500,7 @@ async def test_a_run_begins_in_the_step_after_the_one_that_it_follows(kind, tmp_
         assert (made.engine.queued_items, made.engine.queued_tokens) == (0, 0)
         await made.open()
         outcomes, timing = await follows
-        assert tokens_of((await done)[0][0]) == [1001, 1002] and tokens_of(outcomes[0]) == [1003, 1004, 1005]
+        assert tokens_of((await done)[0][0].rows) == [1001, 1002] and tokens_of(outcomes[0].rows) == [1003, 1004, 1005]
         assert timing.step == made.engine.counters.steps == 5
         assert await wrong == ((), None) and not never.done()
         await asyncio.sleep(0)  # its callback may be scheduled only

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.assembly.source import _sample
-from tests.support.checkpoints import make_checkpoint
 
 IDENTITY = ModelSettings("identity", kv_blocks=8)
 
@@ -27,8 +26,8 @@ def test_an_identity_model_is_its_configuration() -> None:
     assert len({one, of(replace(IDENTITY, identity_layers=3)), of(replace(IDENTITY, identity_positional=True))}) == 3
 
 
-def test_a_checkpoint_is_its_configuration_its_weights_and_how_they_are_computed(tmp_path) -> None:
-    folder = make_checkpoint(tmp_path / "one", "qwen3")
+def test_a_checkpoint_is_its_configuration_its_weights_and_how_they_are_computed(checkpoint_of, tmp_path) -> None:
+    folder = checkpoint_of()
     settings = ModelSettings(str(folder), dtype="float32", kv_blocks=8)
     one = of(settings)
     moved = shutil.copytree(folder, tmp_path / "moved")

@@ -38,23 +38,19 @@ ROOT = Path(__file__).parents[2]
         ([], "required: model"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_starts(arguments, says, capsys):
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["fleet", "up", *arguments])
-    assert caught.value.code == cli.EXIT_USAGE
-    assert says in capsys.readouterr().err
+def test_what_is_wrong_is_said_before_anything_starts(arguments, says, command):
+    status, _, said = command("fleet", "up", *arguments)
+    assert status == cli.EXIT_USAGE and says in said
 
 
-def test_flags_of_the_fleet_are_no_settings_of_serve(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["fleet", "up", "--help"])
-    told = capsys.readouterr().out
+def test_flags_of_the_fleet_are_no_settings_of_serve(command):
+    _, told, _ = command("fleet", "up", "--help")
     assert "--executors" in told
     assert [name for name in SETTINGS if f"--{name.replace('_', '-')} " in told] == []
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_executors_get_the_arguments_of_serve_as_they_were_written(ranks, monkeypatch):
+def test_executors_get_the_arguments_of_serve_as_they_were_written(ranks, command, monkeypatch):
     of_serve = ["identity", "--kv-memory", "1GiB", "--no-warmup"]
     if ranks > 1:
         of_serve += ["--tensor-parallel", str(ranks)]
@@ -66,10 +62,7 @@ def test_executors_get_the_arguments_of_serve_as_they_were_written(ranks, monkey
 
     monkeypatch.setitem(sys.modules, "ferrum_rpc.fleet.cluster", SimpleNamespace(up=up))
     monkeypatch.delattr("ferrum_rpc.fleet.cluster", raising=False)
-    monkeypatch.setattr(cli, "prepare", lambda: None)  # the environment of this process is not ours
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["fleet", "up", "--executors", "3", of_serve[0], "--cpus", "4", *of_serve[1:]])
-    assert caught.value.code == 0
+    assert command("fleet", "up", "--executors", "3", of_serve[0], "--cpus", "4", *of_serve[1:])[0] == 0
     [options] = seen
     assert (options.executors, options.cpus, options.ranks) == (3, 4, ranks)
     assert options.arguments == of_serve

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 
-from ferrum_rpc import cli
 from ferrum_rpc.client import Capability, ExecutorClient, FullLogits
 from ferrum_rpc.client.transfer import read_layout
 from ferrum_rpc.config import ModelSettings
@@ -27,7 +26,7 @@ from ferrum_rpc.engine.assembly.size import LargestStep, make_plan
 from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.models.hf.describe import HfSpec, _is_window, describe
 from ferrum_rpc.weights.checkpoint import Checkpoint
-from tests.support.checkpoints import configure, make_checkpoint, rewrite
+from tests.support.checkpoints import configure, rewrite
 from tests.support.hf_families import make_family, make_family_checkpoint
 from tests.support.inside import module_of
 from tests.support.listed_kv_heads import LISTED, make_deci
@@ -36,8 +35,8 @@ from tests.support.wiring import pb
 
 
 @pytest.fixture(scope="module")
-def native_folder(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("native"), "qwen3")
+def native_folder(checkpoint_of):
+    return checkpoint_of()
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +55,10 @@ def settings(folder: Path, **options: Any) -> ModelSettings:
     return ModelSettings(str(folder), **{"device": "cpu", "kv_blocks": 16, "block_size": 4} | options)
 
 
-def run(command: str, folder: Path, *flags: str) -> Any:
-    """The exit status of `ferrum-rpc` ``command``."""
-    with pytest.raises(SystemExit) as done:
-        cli.main([command, str(folder), "--device", "cpu", "--kv-blocks", "16", *flags])
-    return done.value.code
+@pytest.fixture
+def run(command):
+    """`plan` or `doctor` of a folder: the exit status, the output and the errors."""
+    return lambda name, folder, *flags: command(name, folder, "--device", "cpu", "--kv-blocks", "16", *flags)
 
 
 def reason(folder: Path, choice: str, **options: Any) -> str:
@@ -108,8 +106,8 @@ def test_what_neither_serves_has_both_reasons(folder):
     assert caught.value.field == "architectures"
 
 
-@pytest.mark.parametrize("command", ["plan", "doctor"])
-def test_models_with_a_state_are_refused_by_name(command, tmp_path, capsys):
+@pytest.mark.parametrize("name", ["plan", "doctor"])
+def test_models_with_a_state_are_refused_by_name(name, run, tmp_path):
     state = "it keeps a state in addition to keys and values"
     make_family_checkpoint(tmp_path, "jamba", attn_layer_period=2, attn_layer_offset=1)
     ours = "architectures: 'JambaForCausalLM' is not supported"
@@ -117,7 +115,8 @@ def test_models_with_a_state_are_refused_by_name(command, tmp_path, capsys):
         for serve in (choose, build_runner):
             with pytest.raises(NotSupported, match=said):
                 serve(settings(tmp_path, model_backend=backend))
-    assert run(command, tmp_path) == 1 and ours in capsys.readouterr().err
+    status, _, errors = run(name, tmp_path)
+    assert status == 1 and ours in errors
 
 
 @pytest.mark.parametrize(
@@ -127,9 +126,8 @@ def test_models_with_a_state_are_refused_by_name(command, tmp_path, capsys):
         ({"tensor_parallel": 2, "device": "cuda"}, "by several ranks on cuda"),
     ],
 )
-def test_what_is_missing_for_states_is_refused_by_name(options, what, tmp_path):
-    folder = make_checkpoint(tmp_path, "qwen3_5")
-    asked = replace(settings(folder), **options)
+def test_what_is_missing_for_states_is_refused_by_name(options, what, checkpoint_of):
+    asked = replace(settings(checkpoint_of("qwen3_5")), **options)
     with pytest.raises(NotSupported, match=f"^Qwen3_5ForCausalLM has recurrent layers, and is not served {what} yet"):
         choose(asked, elsewhere=asked.device == "cuda")
 
@@ -141,10 +139,9 @@ def test_what_is_missing_for_states_is_refused_by_name(options, what, tmp_path):
         ({"tensor_parallel": 2, "device": "cuda"}, "by several ranks on cuda"),
     ],
 )
-def test_what_is_missing_for_latents_is_refused_by_name_or_left_to_transformers(options, what, tmp_path):
-    folder = make_checkpoint(tmp_path, "deepseek_v3")
+def test_what_is_missing_for_latents_is_refused_by_name_or_left_to_transformers(options, what, checkpoint_of):
     said = f"DeepseekV3ForCausalLM has latent attention, and is not served {what} yet"
-    asked = replace(settings(folder), **options)
+    asked = replace(settings(checkpoint_of("deepseek_v3")), **options)
     with pytest.raises(NotSupported, match=f"^{said}"):
         choose(replace(asked, model_backend="native"), elsewhere=asked.device == "cuda")
     if "int8" in what:
@@ -228,26 +225,27 @@ EXAMINED = ("values wider than keys", "odd heads", "KV heads that do not divide"
 
 
 @pytest.mark.parametrize("case", ODD)
-def test_what_serve_refuses_plan_and_doctor_refuse_in_the_same_words(case, tmp_path, capsys):
+def test_what_serve_refuses_plan_and_doctor_refuse_in_the_same_words(case, run, tmp_path):
     family, options, changes, match = ODD[case]
     make_family_checkpoint(tmp_path, family, **options)
     configure(tmp_path, **changes)
-    said, codes = [], []
-    for command in ("plan", "doctor") if case in EXAMINED else ("plan",):
-        codes.append(run(command, tmp_path, "--block-size", "4"))
-        said.append(capsys.readouterr().err.strip().rpartition(f"ferrum-rpc {command}: ")[2])
+    said, codes = set(), set()
+    for name in ("plan", "doctor") if case in EXAMINED else ("plan",):
+        status, _, errors = run(name, tmp_path, "--block-size", "4")
+        codes.add(status)
+        said.add(errors.strip().rpartition(f"ferrum-rpc {name}: ")[2])
     try:
         build_runner(settings(tmp_path))
     except (InvalidRequest, NotSupported) as refusal:
-        assert set(codes) == {1} and set(said) == {f"{refusal.reason}: {refusal.message}"}
+        assert codes == {1} and said == {f"{refusal.reason}: {refusal.message}"}
         assert match and re.search(match, refusal.message)
     else:
-        assert set(codes) == {0} and not match
+        assert codes == {0} and not match
 
 
-def test_plan_and_doctor_leave_folders_for_caches_to_serve(native_folder, tmp_path):
-    for command in ("plan", "doctor"):
-        assert run(command, native_folder, "--kv-tier-dir", str(tmp_path / "tier")) == 0
+def test_plan_and_doctor_leave_folders_for_caches_to_serve(native_folder, run, tmp_path):
+    for name in ("plan", "doctor"):
+        assert run(name, native_folder, "--kv-tier-dir", tmp_path / "tier")[0] == 0
         assert not (tmp_path / "tier").exists()
 
 
@@ -307,7 +305,7 @@ def test_other_types_start_too(tmp_path, options):
     assert "parity" in dict(runner.device.choices)
 
 
-def test_all_of_its_weights_and_its_cache_are_planned(other_folder, capsys):
+def test_all_of_its_weights_and_its_cache_are_planned(other_folder, run):
     parts = choose(settings(other_folder))
     plan = make_plan(parts, LargestStep(64, 4), 1 << 30)
     model = build_runner(settings(other_folder)).model
@@ -316,15 +314,14 @@ def test_all_of_its_weights_and_its_cache_are_planned(other_folder, capsys):
     assert plan.architecture == "GPTNeoXForCausalLM"
     assert plan.activations_bytes > 0
     assert plan.fits
-    assert run("plan", other_folder) == 0
-    assert "GPTNeoXForCausalLM, float32" in capsys.readouterr().out
+    status, out, _ = run("plan", other_folder)
+    assert status == 0 and "GPTNeoXForCausalLM, float32" in out
 
 
-async def test_layers_that_share_keys_and_values_say_what_their_copies_cost(tmp_path, capsys):
+async def test_layers_that_share_keys_and_values_say_what_their_copies_cost(run, tmp_path):
     folder = make_family_checkpoint(tmp_path / "model", "gemma4_text (shared K and V)")
-    assert run("plan", folder) == 0
-    assert "of 768 bytes" in (planned := capsys.readouterr().out)
-    assert "384 bytes of these are copies" in planned
+    status, planned, _ = run("plan", folder)
+    assert status == 0 and "of 768 bytes" in planned and "384 bytes of these are copies" in planned
     async with serve_model(settings(folder, model_backend="hf")) as served, ExecutorClient(served.target) as client:
         info = await client.info()
         assert "384 of the cache's 768 bytes" in dict(info.device.choices)["shared_kv=copied"]
@@ -345,13 +342,13 @@ float32."""
 
 
 @pytest.mark.parametrize("family", UNLIKE)
-async def test_layers_of_unlike_widths_are_shared_cut_parked_and_moved(tmp_path, capsys, family):
+async def test_layers_of_unlike_widths_are_shared_cut_parked_and_moved(run, tmp_path, family):
     """With the rows of transformers wherever the sequence is, and nothing of it computed twice."""
     (backend, make, token_bytes), folder = UNLIKE[family], tmp_path / "model"
     model = make()
     model.save_pretrained(folder)
-    assert run("plan", folder, "--dtype", "float32") == 0
-    assert f"{token_bytes:,} bytes" in capsys.readouterr().out
+    status, out, _ = run("plan", folder, "--dtype", "float32")
+    assert status == 0 and f"{token_bytes:,} bytes" in out
     config = settings(folder, dtype="float32", kv_blocks=40)
     prompt, file = [*range(5, 40)], tmp_path / "file"
     with torch.inference_mode():
@@ -396,10 +393,9 @@ async def test_layers_of_unlike_widths_are_shared_cut_parked_and_moved(tmp_path,
             assert second.server.state.engine.counters.tokens == 2  # those of `rows`
 
 
-async def test_a_cache_of_latents_is_shared_parked_and_moved(tmp_path, capsys):
-    folder = make_checkpoint(tmp_path / "model", "deepseek_v2")
-    assert run("plan", folder) == 0
-    assert f"{3 * 48 * 4} bytes" in capsys.readouterr().out
+async def test_a_cache_of_latents_is_shared_parked_and_moved(checkpoint_of, run, tmp_path):
+    folder = checkpoint_of("deepseek_v2")
+    assert f"{3 * 48 * 4} bytes" in run("plan", folder)[1]
     config = settings(folder, kv_tier_dir=tmp_path / "tier")
     prompt, file = [*range(5, 40)], tmp_path / "file"
     async with serve_model(config, park_dir=tmp_path / "parked") as served, ExecutorClient(served.target) as client:
@@ -420,10 +416,11 @@ async def test_a_cache_of_latents_is_shared_parked_and_moved(tmp_path, capsys):
         assert ((await moved.decode(7, FullLogits())).logits == logits).all()
 
 
-async def test_a_hybrid_family_that_has_attention_alone_is_examined_and_served(tmp_path, capsys):
+async def test_a_hybrid_family_that_has_attention_alone_is_examined_and_served(run, tmp_path):
     folder = make_family_checkpoint(tmp_path, "granitemoehybrid")
     assert '"__float__": "Infinity"' in (folder / "config.json").read_text()
-    assert run("doctor", folder) == 0 and "64 rows in float32" in capsys.readouterr().out
+    status, out, _ = run("doctor", folder)
+    assert status == 0 and "64 rows in float32" in out
     async with serve_model(settings(folder)) as served, ExecutorClient(served.target) as client:
         assert (await client.info()).model.architecture == "GraniteMoeHybridForCausalLM"
         assert not (await served.executor.GetInfo(pb.GetInfoRequest())).kv_cache.tensors

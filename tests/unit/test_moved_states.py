@@ -15,7 +15,6 @@ from ferrum_rpc.core import PREFIX, Accept, MovedStates, OutputSpec, Positions, 
 from ferrum_rpc.engine import states
 from ferrum_rpc.errors import KvBlocksExhausted, StepFailed
 from tests.support.checkpoints import RECURRENT_SHAPE as SHAPE
-from tests.support.checkpoints import make_checkpoint
 from tests.support.state_world import (
     ALL,
     EVERY,
@@ -35,8 +34,8 @@ TOKENS = prompt(100)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("qwen"), "qwen3_5", **SHAPE)
+def folder(checkpoint_of):
+    return checkpoint_of("qwen3_5", **SHAPE)
 
 
 @pytest.fixture(autouse=True)
@@ -310,26 +309,6 @@ def test_states_of_a_stream_that_broke_are_not_those_of_the_next_one(folder, the
     world.release(sequence)
     assert world.runner.cache_state().free_slots == SLOTS
     assert not [key for key, _ in world.runner.states.pool.items() if len(key) == 8]
-
-
-def test_states_of_another_shape_are_refused_and_the_import_can_go_on(folder):
-    world = World(folder)
-    sequence = fed(world, TOKENS[:30], [1, 2])
-    taken = world.taken(sequence)
-    slot, [(rows, data), *_] = taken.states.slot, taken.pieces
-    for wrong, more in (
-        (slot, data[:-4]),
-        (slot, np.append(data, data[:4])),
-        (slot._replace(folded=slot.folded[:1]), data),
-        (slot._replace(folded=(-99, 0)), data),
-    ):
-        with pytest.raises(StepFailed):
-            world.bring(taken._replace(states=MovedStates(wrong), pieces=[(rows, more)]), None)
-        comes = next(world.numbers) - 1
-        for piece in taken.pieces:
-            world.do("write_states", comes, taken.states, [piece])
-        world.do("commit_import", comes, taken.states)
-    world.runner.check()
 
 
 @pytest.mark.parametrize(("use", "others"), [(IMPORTED, 100), (PREFIX, 4)], ids=["one caller's", "trusted"])

@@ -20,7 +20,6 @@ from ferrum_rpc.engine.ranks.placing import RankHost, place
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.kv.store import CacheSpec
 from ferrum_rpc.models.shard import Shard
-from tests.support.checkpoints import make_checkpoint
 from tests.support.fake_device import OnFakeDevice, fake_device
 
 NO_NCCL = "no NCCL here"
@@ -111,9 +110,9 @@ def test_every_rank_has_a_device_with_an_index(monkeypatch):
     assert setups("auto", "cpu", "a", "a")[1].device == torch.device("cpu")
 
 
-def test_the_choices_of_a_rank_are_for_its_own_device(monkeypatch, tmp_path):
+def test_the_choices_of_a_rank_are_for_its_own_device(monkeypatch, checkpoint_of):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    config = ModelSettings(str(make_checkpoint(tmp_path, "qwen3")), device="cuda", tensor_parallel=2)
+    config = ModelSettings(str(checkpoint_of()), device="cuda", tensor_parallel=2)
     assert choose(config).device == torch.device("cuda", 0)
     assert choose(config, rank=1, device=torch.device("cuda", 1)).device == torch.device("cuda", 1)
 

@@ -8,6 +8,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -29,12 +30,13 @@ from ferrum_rpc.engine.assembly.plan import MemoryPlan
 from ferrum_rpc.engine.assembly.size import CPU_MOST, PROCESS_BYTES, LargestStep, make_plan
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.base import ONE_CALL_TOKENS
-from ferrum_rpc.models.linear import LinearFactory, PackedLinear, PlainLinear
+from ferrum_rpc.models.linear import PackedLinear, PlainLinear
 from ferrum_rpc.models.native_linear import ByteFactory, NibbleFactory, PairFactory
 from ferrum_rpc.native import cpu
 from ferrum_rpc.usage import ISA_VARIABLE
 from tests.quantized.gguf_files import write_model
-from tests.support.checkpoints import configure, make_checkpoint, make_model
+from tests.support.checkpoints import configure, make_model
+from tests.support.harness import made_or_skip
 from tests.support.hf_families import make_family_checkpoint
 
 SHAPE = {
@@ -58,6 +60,18 @@ DTYPES = {
 BLOCKS = CONTEXT // 16
 
 
+@cache
+def set_imports_aside() -> None:
+    """The collector never looks at them again, which takes it 0.4 s each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def collect() -> None:
+    set_imports_aside()
+    gc.collect()
+
+
 class Mallinfo(ctypes.Structure):
     """glibc's; ``uordblks`` and ``hblkhd`` are the bytes in use."""
 
@@ -71,14 +85,14 @@ def allocated() -> int:
     if not hasattr(libc, "mallinfo2"):
         pytest.skip("this libc does not tell what is allocated")
     libc.mallinfo2.restype = Mallinfo
-    gc.collect()
+    collect()
     found = libc.mallinfo2()
     return int(found.uordblks + found.hblkhd)
 
 
 def of_torch(work: Callable[[], Any]) -> tuple[int, int]:
     """Bytes of torch's tensors that ``work`` leaves, and the most that it had at a time."""
-    gc.collect()  # what an earlier test left must not be freed meanwhile
+    collect()  # what an earlier test left must not be freed meanwhile
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         held = work()
     now = most = 0
@@ -91,28 +105,19 @@ def of_torch(work: Callable[[], Any]) -> tuple[int, int]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(checkpoint_of):
     """Tied embeddings, normed heads."""
-    path = tmp_path_factory.mktemp("qwen3")
-    return make_checkpoint(path, "qwen3", dtype=torch.bfloat16, tie_word_embeddings=True, **SHAPE)
+    return checkpoint_of(dtype=torch.bfloat16, tie_word_embeddings=True, **SHAPE)
 
 
 def settings(folder: Path, kind: str = "bfloat16", **others: Any) -> ModelSettings:
     if kind in {"int8", "int4"}:
-        made(ByteFactory)
+        made_or_skip(ByteFactory)
     return ModelSettings(str(folder), device="cpu", **{"kv_blocks": BLOCKS, **DTYPES[kind], **others})
 
 
 def planned(config: ModelSettings, tokens: int = TOKENS, memory: int = 1 << 30) -> MemoryPlan:
     return make_plan(choose(config), LargestStep(tokens, 1), memory)
-
-
-def made(make: Callable[[], LinearFactory]) -> LinearFactory:
-    """The products, if this CPU has the instructions."""
-    try:
-        return make()
-    except OSError as reason:
-        pytest.skip(str(reason))
 
 
 # --- what it says is what there is ------------------------------------------------------------------------------------
@@ -121,7 +126,7 @@ def made(make: Callable[[], LinearFactory]) -> LinearFactory:
 @pytest.mark.parametrize("make", [lambda: PlainLinear, lambda: PackedLinear, PairFactory, ByteFactory, NibbleFactory])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_product_says_what_it_will_hold(make, dtype):
-    factory = made(make)
+    factory = made_or_skip(make)
     for n, k in ((300, 64), (17, 128), (1010, 192), (64, 64)):
         weight, bias = torch.ones((n, k), dtype=dtype), torch.ones(n, dtype=dtype)
         if isinstance(factory, PairFactory):
@@ -134,7 +139,7 @@ def test_a_product_says_what_it_will_hold(make, dtype):
 
 def test_on_a_cpu_that_does_not_multiply_bfloat16_our_kernels_do(folder, monkeypatch):
     """In vectors, or in portable C if the weights are quantized: nothing else multiplies bytes."""
-    made(ByteFactory)
+    made_or_skip(ByteFactory)
     monkeypatch.setattr(cpu, "bfloat16", lambda: None)
 
     def dtypes():
@@ -146,7 +151,7 @@ def test_on_a_cpu_that_does_not_multiply_bfloat16_our_kernels_do(folder, monkeyp
     assert [each.facts.dtype for each in dtypes()] == [torch.float32, torch.bfloat16, torch.float32]
     assert "quantized weights" in dict(dtypes()[1].reasons)["dtype=bfloat16"]
     monkeypatch.setenv("FERRUM_ISA", "avx2")
-    if made(PairFactory).isa == "AVX2":
+    if made_or_skip(PairFactory).isa == "AVX2":
         assert [each.facts.dtype for each in dtypes()] == [torch.bfloat16, torch.bfloat16, torch.float32]
         assert "our kernels multiply it in AVX2" in dict(dtypes()[0].reasons)["dtype=bfloat16"]
     with pytest.raises(InvalidRequest, match="add --dtype bfloat16"):
@@ -155,7 +160,7 @@ def test_on_a_cpu_that_does_not_multiply_bfloat16_our_kernels_do(folder, monkeyp
 
 def in_q8_0(path: Path) -> Path:
     """A model of that shape in a file of GGUF, whose tied table is among the matrices that stay as they are stored."""
-    gguf, _ = pytest.importorskip("gguf"), made(PairFactory)
+    gguf, _ = pytest.importorskip("gguf"), made_or_skip(PairFactory)
     model = make_model("qwen3", tie_word_embeddings=True, **SHAPE)
     write_model(path / "model.gguf", model, gguf.GGMLQuantizationType.Q8_0)
     return path
@@ -185,13 +190,13 @@ def test_weights_and_cache_take_what_was_planned(folder, kind, tmp_path):
         *(("qwen3_5", kind, "auto", None) for kind in ("bfloat16", "float32")),
     ],
 )
-def test_a_step_takes_what_was_planned(tmp_path, monkeypatch, family, kind, attention, isa):  # noqa: PLR0917
+def test_a_step_takes_what_was_planned(checkpoint_of, tmp_path, monkeypatch, family, kind, attention, isa):  # noqa: PLR0917
     """A prompt of the longest length in two steps of the largest size, by engines that are new: their buffers grow.
     Among the families are scores that are written out, two rotations, windows, norms behind each half of a layer."""
     if isa is not None:
         monkeypatch.setenv(ISA_VARIABLE, isa)
     context, tokens = 1024, 512
-    folder = in_q8_0(tmp_path) if kind == "stored" else make_checkpoint(tmp_path, family, dtype=torch.bfloat16, **SHAPE)
+    folder = in_q8_0(tmp_path) if kind == "stored" else checkpoint_of(family, dtype=torch.bfloat16, **SHAPE)
     config = settings(folder, kind, attention=attention, max_context=context)
     output = OutputSpec(Positions.LAST, FullLogits(RowDType.F32))
     prompt = np.random.default_rng(0).integers(1, 900, size=context).astype(np.int32)
@@ -301,7 +306,7 @@ def test_a_step_that_is_too_large_is_told_one_that_fits(folder):
 
 
 def test_weights_that_are_too_large_are_told_smaller_ones(folder):
-    made(ByteFactory)
+    made_or_skip(ByteFactory)
     wide = settings(folder, "float32", kv_blocks=16)
     narrow, rounded, least = (
         planned(settings(folder, kind, kv_blocks=16), tokens=16) for kind in ("bfloat16", "int8", "int4")
@@ -325,17 +330,9 @@ def test_a_context_that_does_not_fit_the_cache_is_told(folder):
 
 
 @pytest.fixture
-def command(monkeypatch, capsys):
-    """Exit status, output and errors of `ferrum-rpc plan`, or of another command."""
-    monkeypatch.setattr(cli, "prepare", lambda: None)  # the environment of this process is not ours
-
-    def run(*arguments: object, command: str = "plan") -> tuple[Any, str, str]:
-        with pytest.raises(SystemExit) as caught:
-            cli.main([command, *map(str, arguments)])
-        said = capsys.readouterr()
-        return caught.value.code, said.out, said.err
-
-    return run
+def plan(command):
+    """`ferrum-rpc plan`."""
+    return partial(command, "plan")
 
 
 def test_it_takes_every_setting_of_serve():
@@ -343,9 +340,9 @@ def test_it_takes_every_setting_of_serve():
     assert set(commands["serve"].flags()) | {"--memory", "--json"} == set(commands["plan"].flags())
 
 
-def test_programs_get_every_number(folder, command):
+def test_programs_get_every_number(folder, plan):
     flags = ("--device", "cpu", "--dtype", "bfloat16", "--kv-blocks", 64, "--max-batch-tokens", 512, "--json")
-    status, out, _ = command(folder, "--memory", "64MiB", *flags)
+    status, out, _ = plan(folder, "--memory", "64MiB", *flags)
     facts = json.loads(out)
     assert status == 0 and facts["fits"] is True
     texts = "architecture device dtype quantize kv_dtype reason alternative advice"
@@ -363,9 +360,9 @@ def test_programs_get_every_number(folder, command):
     assert expected.items() <= facts.items()
 
 
-def test_a_rank_is_planned_where_several_share_the_model(folder, command):
+def test_a_rank_is_planned_where_several_share_the_model(folder, plan):
     flags = ("--device", "cpu", "--dtype", "bfloat16", "--kv-blocks", 64, "--json")
-    one, two = (json.loads(command(folder, *flags, *more)[1]) for more in ((), ("--tensor-parallel", "2")))
+    one, two = (json.loads(plan(folder, *flags, *more)[1]) for more in ((), ("--tensor-parallel", "2")))
     assert (one["ranks"], two["ranks"]) == (1, 2)
     assert one["kv_bytes_per_token"] == 2 * two["kv_bytes_per_token"]
     assert one["weights_bytes"] / 2 <= two["weights_bytes"] < 0.6 * one["weights_bytes"]
@@ -377,7 +374,7 @@ def test_a_rank_is_planned_where_several_share_the_model(folder, command):
 def test_ranks_that_cannot_be_are_refused_as_serve_does(asked, folder, command, monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    status, _, said = command(folder, "--tensor-parallel", "2", command=asked)
+    status, _, said = command(asked, folder, "--tensor-parallel", "2")
     assert status == 1 and "WORLD_SIZE is 3" in said
 
 
@@ -433,60 +430,60 @@ def test_ranks_that_do_not_fit_are_not_started(folder, variables, refused, monke
         assert build_runner(config, largest=LargestStep(TOKENS, 1)) == "started"
 
 
-def test_people_get_a_table_and_what_would_fit(folder, command):
+def test_people_get_a_table_and_what_would_fit(folder, plan):
     flags = ("--device", "cpu", "--dtype", "bfloat16", "--memory", "16MiB")
-    status, out, _ = command(folder, *flags, "--kv-memory", "1MiB")
+    status, out, _ = plan(folder, *flags, "--kv-memory", "1MiB")
     assert status == 0
     assert [line.split()[0] for line in out.splitlines()[:4]] == ["memory", "weights", "activations", "kv"]
     assert "(bfloat16)" in out
-    assert "(int8)" in command(folder, *flags, "--kv-memory", "1MiB", "--kv-dtype", "int8")[1]
-    status, out, _ = command(folder, *flags, "--kv-memory", "1KiB", "--max-batch-tokens", 16)
+    assert "(int8)" in plan(folder, *flags, "--kv-memory", "1MiB", "--kv-dtype", "int8")[1]
+    status, out, _ = plan(folder, *flags, "--kv-memory", "1KiB", "--max-batch-tokens", 16)
     last = "kv memory of 1024 bytes holds no block of 16384 bytes; raise --kv-memory"
     assert (status, out.splitlines()[-1]) == (2, last)
     assert "does not fit" not in out
-    assert command(folder, "--kv-memory", "many")[:2] == (2, ""), "a wrong flag prints nothing"
-    status, out, _ = command(folder, *flags, "--kv-memory", "16MiB", "--max-batch-tokens", 1024)
+    assert plan(folder, "--kv-memory", "many")[:2] == (2, ""), "a wrong flag prints nothing"
+    status, out, _ = plan(folder, *flags, "--kv-memory", "16MiB", "--max-batch-tokens", 1024)
     assert status == 2
     assert "it does not fit" in out and "--kv-blocks" in out.splitlines()[-1] and out.endswith("would fit\n")
 
 
-def test_a_gpu_need_not_be_here(folder, command, monkeypatch):
+def test_a_gpu_need_not_be_here(folder, plan, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    status, _, error = command(folder, "--device", "cuda")
+    status, _, error = plan(folder, "--device", "cuda")
     assert status == 1 and "--memory 80GiB" in error
-    status, out, _ = command(folder, "--device", "cuda", "--memory", "80GiB", "--json")
+    status, out, _ = plan(folder, "--device", "cuda", "--memory", "80GiB", "--json")
     facts = json.loads(out)
     assert (status, facts["device"], facts["dtype"]) == (0, "cuda", "bfloat16")
     parts = ("weights_bytes", "activations_bytes", "sampling_bytes", "reserve_bytes", "kv_bytes")
     assert all(facts[each] > 0 for each in parts) and facts["total_bytes"] == sum(facts[each] for each in parts)
-    table = command(folder, "--device", "cuda", "--memory", "80GiB")[1].splitlines()
+    table = plan(folder, "--device", "cuda", "--memory", "80GiB")[1].splitlines()
     assert {"sampling", "reserve"} <= {line.split()[0] for line in table}
     assert facts["weights_bytes"] < planned(settings(folder)).weights_bytes  # a tied head is the embedding there
-    status, out, _ = command(folder, "--device", "cuda", "--memory", "80GiB", "--json", "--kv-dtype", "fp8")
+    status, out, _ = plan(folder, "--device", "cuda", "--memory", "80GiB", "--json", "--kv-dtype", "fp8")
     exact, rounded = facts["kv_bytes_per_token"], json.loads(out)["kv_bytes_per_token"]
     assert status == 0 and rounded / exact == (64 + 4) / (2 * 64)
-    status, _, error = command(folder, "--device", "cuda", "--memory", "80GiB", "--quantize", "int8")
+    status, _, error = plan(folder, "--device", "cuda", "--memory", "80GiB", "--quantize", "int8")
     assert status == 1 and "not on cuda" in error
 
 
-def test_the_identity_model_has_a_cache_alone(command):
-    status, out, _ = command("identity", "--memory", "1GiB", "--device", "cpu", "--json")
+def test_the_identity_model_has_a_cache_alone(plan):
+    status, out, _ = plan("identity", "--memory", "1GiB", "--device", "cpu", "--json")
     facts = json.loads(out)
     assert (status, facts["weights_bytes"], facts["kv_bytes_per_token"]) == (0, 0, 512)
 
 
 @pytest.mark.parametrize("broken", ["gone", "config that lies"])
-def test_what_cannot_be_served_is_told_in_a_line(folder, tmp_path, command, broken):
+def test_what_cannot_be_served_is_told_in_a_line(folder, tmp_path, plan, broken):
     path = tmp_path / "model"
     if broken == "config that lies":
         shutil.copytree(folder, path)
         configure(path, intermediate_size=1 << 40)
-    status, out, error = command(path, "--device", "cpu", "--memory", "1GiB")
+    status, out, error = plan(path, "--device", "cpu", "--memory", "1GiB")
     assert (status, out) == (1, "")
     assert error.startswith("ferrum-rpc plan: ") and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("memory", ["many", "-1GiB", "0"])
-def test_a_memory_that_is_none_is_refused(folder, command, memory):
-    status, _, error = command(folder, f"--memory={memory}")
+def test_a_memory_that_is_none_is_refused(folder, plan, memory):
+    status, _, error = plan(folder, f"--memory={memory}")
     assert status == 2 and error.startswith("ferrum-rpc plan: memory: ")

@@ -25,7 +25,6 @@ from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.layout import layout
 from ferrum_rpc.models.spec import ModelSpec
-from tests.support.checkpoints import make_checkpoint
 
 SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes.json"
 FULL = LargestStep(8192, 256)
@@ -121,7 +120,7 @@ def small(choices: Choices, model: Model) -> Compute:
     return Compute(model, make_cache(choices, model, 2, choices.config.block_size)[1])
 
 
-def test_the_largest_step_runs_over_two_blocks(monkeypatch, tmp_path):
+def test_the_largest_step_runs_over_two_blocks(monkeypatch, checkpoint_of):
     found: dict[str, Any] = {}
     run, rows = Compute.run, Compute.rows
 
@@ -135,7 +134,7 @@ def test_the_largest_step_runs_over_two_blocks(monkeypatch, tmp_path):
 
     monkeypatch.setattr(Compute, "run", see_run)
     monkeypatch.setattr(Compute, "rows", see_rows)
-    folder = make_checkpoint(tmp_path, "qwen3", max_position_embeddings=100)
+    folder = checkpoint_of(max_position_embeddings=100)
     choices = choose(ModelSettings(str(folder), device="cpu", attention="torch"))
     model, _ = choices.load()
     allocator = Allocator(monkeypatch, 5000)
@@ -155,11 +154,9 @@ def test_a_step_that_does_not_fit_even_alone_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("kv_memory", [None, 1 << 20])
-def test_the_cache_gets_what_the_measured_step_leaves(monkeypatch, tmp_path, kv_memory):
+def test_the_cache_gets_what_the_measured_step_leaves(monkeypatch, checkpoint_of, kv_memory):
     """A runner on a CPU whose memory is counted as a GPU's. Where the cache's size is set, nothing is measured."""
-    config = ModelSettings(
-        str(make_checkpoint(tmp_path, "qwen3")), device="cpu", max_sequences=1 << 20, kv_memory=kv_memory
-    )
+    config = ModelSettings(str(checkpoint_of()), device="cpu", max_sequences=1 << 20, kv_memory=kv_memory)
     peak, free, asked = 50 << 20, 700 << 20, list[LargestStep]()
     monkeypatch.setattr(build, "step_bytes", lambda *_: StepBytes(3 << 20, 2 << 20, CUDA_RESERVE))
     monkeypatch.setattr(build, "measure_step", lambda _, __, largest, *___: asked.append(largest) or peak)

@@ -22,8 +22,8 @@ from ferrum_rpc.models.shard import WHOLE
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.usage import ISA_VARIABLE
 from tests.support.checkpoints import make_model
-from tests.support.harness import CPU, Executor, threads
-from tests.unit.test_plan import allocated, made, of_torch
+from tests.support.harness import CPU, Executor, made_or_skip, threads
+from tests.unit.test_plan import allocated, of_torch
 
 SHAPE = {
     "vocab_size": 300,
@@ -138,7 +138,7 @@ def check(kind: str, shape: str, counts: list[int], *, least: float, scratch: in
     nothing: Any = None
 
     def measured(measure: Callable[[Callable[[], torch.Tensor]], int]) -> tuple[int, int]:
-        linear = made(factory)
+        linear = made_or_skip(factory)
         decoder = Decoder(spec, dtype, CPU, linear, ops)
         for name in decoder.expected_tensors():
             decoder.load(name, state[name])

@@ -26,7 +26,6 @@ from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.errors import ExecutorError, KvBlocksExhausted, StepFailed
 from ferrum_rpc.kv.table import slots_for
 from ferrum_rpc.native import library
-from tests.support.checkpoints import make_checkpoint
 from tests.support.inside import sequences
 from tests.support.kv_world import everything
 from tests.support.poison import poison
@@ -393,9 +392,8 @@ def test_of_a_draft_the_cache_keeps_what_was_accepted():
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    sizes = {"num_hidden_layers": LAYERS, "intermediate_size": 128}
-    return make_checkpoint(tmp_path_factory.mktemp("llama"), "llama", **sizes)
+def checkpoint(checkpoint_of):
+    return checkpoint_of("llama", num_hidden_layers=LAYERS, intermediate_size=128)
 
 
 @pytest.mark.parametrize(
@@ -411,18 +409,18 @@ def test_a_decoder_with_weights_is_as_before_too(checkpoint, name, dtype, kv_dty
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_states_are_as_before_too(name, tmp_path_factory):
+def test_states_are_as_before_too(name, checkpoint_of):
     """Attention is in the first two layers of four."""
     kinds = ["full_attention", "full_attention", "linear_attention", "linear_attention"]
     sizes = {"num_hidden_layers": 4, "layer_types": kinds, "intermediate_size": 128}
-    folder = make_checkpoint(tmp_path_factory.mktemp("qwen"), "qwen3_5", **sizes)
+    folder = checkpoint_of("qwen3_5", **sizes)
     cache = {"block_size": SIZE, "kv_blocks": 24, "state_slots": 9}
     run_scenario(SCENARIOS[name], ModelSettings(str(folder), device="cpu", dtype="float32", **cache))
 
 
 @pytest.mark.parametrize("name", LARGEST)
-def test_latents_are_as_before_too(name, tmp_path_factory):
-    folder = make_checkpoint(tmp_path_factory.mktemp("deepseek"), "deepseek_v3", num_hidden_layers=LAYERS)
+def test_latents_are_as_before_too(name, checkpoint_of):
+    folder = checkpoint_of("deepseek_v3", num_hidden_layers=LAYERS)
     config = ModelSettings(str(folder), device="cpu", dtype="float32", block_size=SIZE, kv_blocks=24)
     run_scenario(SCENARIOS[name], config)
 

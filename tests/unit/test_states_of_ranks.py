@@ -24,13 +24,12 @@ from ferrum_rpc.engine.ranks.images import RowsOfRanks
 from ferrum_rpc.errors import DeviceLost, StepFailed
 from ferrum_rpc.kv.tiers import STATES
 from tests.support.checkpoints import RECURRENT_SHAPE as SHAPE
-from tests.support.checkpoints import make_checkpoint
 from tests.support.state_world import EVERY, FAMILIES, SLOTS, Sabotage, World, fed, prompt, settings_of
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("qwen"), "qwen3_5", **SHAPE)
+def folder(checkpoint_of):
+    return checkpoint_of("qwen3_5", **SHAPE)
 
 
 def fails_apart(world: World, sequence: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,10 +112,9 @@ CUTTABLE = ("qwen3_5, 2 key heads", "qwen3_5, 4 key heads")
 
 
 @pytest.fixture(scope="module", params=CUTTABLE)
-def cuttable(request, tmp_path_factory):
+def cuttable(request, checkpoint_of):
     """Such a model, by its name in `FAMILIES`."""
-    folder = make_checkpoint(tmp_path_factory.mktemp("qwen"), "qwen3_5", **FAMILIES[request.param])
-    return {"folder": folder, "family": request.param}
+    return {"folder": checkpoint_of("qwen3_5", **FAMILIES[request.param]), "family": request.param}
 
 
 def content(taken: Any) -> list[tuple[StateRows, bytes]]:
@@ -240,8 +238,9 @@ def test_where_a_rank_has_no_snapshot_the_others_keep_none(cuttable):
         world.taken(sequence)
 
 
-def test_an_import_that_does_not_fit_changes_no_rank(folder):
-    with closing(World(folder, tensor_parallel=2)) as world:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_states_that_do_not_fit_change_no_rank_and_the_import_can_go_on(folder, ranks):
+    with closing(World(folder, tensor_parallel=ranks)) as world:
         taken = world.taken(fed(world, TOKENS[:30], [1, 2]))
         slot, firsts = taken.states.slot, {rows.tensor: (rows, data) for rows, data in reversed(taken.pieces)}
         assert list(firsts) == ["gates", "channels", "states"]

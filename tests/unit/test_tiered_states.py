@@ -12,7 +12,6 @@ from ferrum_rpc.engine.state_images import SlotImages
 from ferrum_rpc.errors import StepFailed
 from ferrum_rpc.kv.tiers import FileReader
 from tests.support.checkpoints import RECURRENT_SHAPE as SHAPE
-from tests.support.checkpoints import make_checkpoint
 from tests.support.failing import failing
 from tests.support.state_world import EVERY, IMPORTED, World, computed, fed, prompt
 
@@ -20,8 +19,8 @@ TOKENS = prompt(100)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("qwen"), "qwen3_5", **SHAPE)
+def folder(checkpoint_of):
+    return checkpoint_of("qwen3_5", **SHAPE)
 
 
 @pytest.fixture(autouse=True)

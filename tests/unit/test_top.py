@@ -238,9 +238,6 @@ def test_the_live_screen_names_the_extra_that_it_needs(monkeypatch, capsys):
         (("--once", "--taget", "a:1"), "--target"),
     ],
 )
-def test_what_is_written_wrongly_is_refused(flags, says, capsys):
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["top", *flags])
-    assert caught.value.code in (1, 2)
-    printed = capsys.readouterr()
-    assert says in printed.err and printed.out == ""
+def test_what_is_written_wrongly_is_refused(flags, says, command):
+    status, out, said = command("top", *flags)
+    assert status in (1, 2) and says in said and out == ""
