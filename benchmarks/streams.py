@@ -5,8 +5,7 @@ All ways have the same executor and take turns, so ratios are of one round, and 
 which no other one leaves in the prefix cache. A stream's rate is that of the time in which all callers are busy. Counts
 of the executor say whether the work is the same: how many texts a step has, and how many tokens are fed for each that
 is chosen. The processor time of every process says where the time goes: on a machine whose cores are all busy, what the
-worker, the router and the caller take is missing at the executor. The other rounds ask how long the executor has the
-sequence of a text whose client leaves.
+worker, the router and the caller take is missing at the executor.
 """
 
 from __future__ import annotations
@@ -49,10 +48,6 @@ LONE: Final = 4
 TEXTS_OF_A_CALLER: Final = 2
 """Texts that a caller ends while streams are measured, on average, so that as many begin as end."""
 
-CANCELS: Final = 100
-CANCELLED_AT: Final = 12  # tokens that a text has when its client leaves, at most
-CANCEL_TARGET_MS: Final = 50.0  # milliseconds beyond a step until the sequence of such a text is gone, at most
-BESIDE: Final = 16  # texts that go on while others are left
 SHAPE: Final = "qwen3-0.6b"
 DIGITS: Final = {"texts a step": 2, "fed a token": 3, "in steps": 3}
 SERVED: Final = {"device": "cpu", "kv-blocks": 4096, "lease-ttl-s": 600.0, "max-sequences": 256}
@@ -180,65 +175,6 @@ async def streams(client: ExecutorClient, write: Writer, work: Work, number: int
     return Round(tokens / took, counted / (time.perf_counter() - opened), steps, found, counted)
 
 
-async def cancels(client: ExecutorClient, write: Writer, work: Work, count: int) -> dict[str, Any]:
-    """How long the executor has the sequence of a text that its reader leaves while `Work.streams` others go on: from
-    the cancel to the answer of `ExecutorClient.status` that counts its release. The text then has `CANCELLED_AT` tokens
-    at most."""
-    dice, others_released, others = random.Random(SEED), 0, list[asyncio.Task[None]]()
-    longest = (await client.info()).model.max_context - work.prompt
-
-    async def caller(at: int) -> None:
-        nonlocal others_released
-        for number in itertools.count(2 * 10**9 + at * 1000):
-            await write(work.text(number), longest, lambda _: None)
-            others_released += 1
-
-    async def left(number: int) -> tuple[float, float] | None:
-        """Milliseconds, and those beyond a step of the executor meanwhile; None if another text ended meanwhile."""
-        wanted, reached = dice.randint(1, CANCELLED_AT), asyncio.Event()
-
-        def came(tokens: int) -> None:
-            nonlocal wanted
-            wanted -= tokens
-            if wanted <= 0:
-                reached.set()
-
-        text = callers.create_task(write(work.text(3 * 10**9 + number), longest, came))
-        await reached.wait()
-        ended, before = others_released, (await client.status()).counters
-        cancelled = time.perf_counter()
-        text.cancel()
-        while (after := (await client.status()).counters).sequences_released == before.sequences_released:
-            pass
-        gone_s = time.perf_counter() - cancelled
-        step_s = (after.forward_s - before.forward_s) / max(1, after.steps - before.steps)
-        return (1e3 * gone_s, 1e3 * (gone_s - step_s)) if ended == others_released else None
-
-    async with asyncio.TaskGroup() as callers:
-        others += [callers.create_task(caller(at)) for at in range(work.streams)]
-        first, began, gone = (await client.status()).counters, time.perf_counter(), list[tuple[float, float]]()
-        for number in itertools.count():
-            if (found := await left(number)) is not None:
-                gone.append(found)
-            if len(gone) == count:
-                break
-        last = (await client.status()).counters
-        step_ms = 1e3 * (time.perf_counter() - began) / (last.steps - first.steps)
-        for each in others:
-            each.cancel()
-    gone_ms, beyond_ms = zip(*gone, strict=True)
-    return {
-        "texts": work.streams,
-        "cancels": count,
-        "a step, ms": round(step_ms, 2),
-        "sequence gone, ms": median(gone_ms, 2),
-        "p99": percentile(gone_ms, 99, 2),
-        "longest": round(max(gone_ms), 2),
-        "beyond a step, ms": round(max(beyond_ms), 2),
-        "target": target("", None, CANCEL_TARGET_MS, least=False),
-    }
-
-
 def medians(rounds: Sequence[Round]) -> dict[str, float | None]:
     """Of one way's rounds, by columns; of the times to the first tokens the percentiles of all."""
     first = [1e3 * each for some in rounds for each in some.first_s]
@@ -323,11 +259,6 @@ async def run(options: argparse.Namespace) -> Record:
             taken |= (await alternate(takes, options.rounds))[0]
             record.put("ways", points(taken, shaped=options.variant == SHAPE))
             print(f"{texts} texts: done", flush=True)
-        work = Work(1 if options.quick else BESIDE, options.prompt, options.tokens, ours.vocab_size)
-        left = list[dict[str, Any]]()
-        for way in [each for each in options.ways if each in writers and options.cancels]:
-            left.append({"way": way, **await cancels(client, writers[way], work, options.cancels)})
-            record.put("leaves", left)
     return record
 
 
@@ -340,7 +271,6 @@ BENCHMARK: Final = Benchmark(
         Option("--texts", list(TEXTS), "at a time", [2]),
         Option("--tokens", 128, "of a text", 8),
         Option("--prompt", 64, "tokens of a prompt", 16),
-        Option("--cancels", CANCELS, "of clients that leave, by each way; 0: none", 2),
     ),
     rounds=3,
     variant=shape_of,

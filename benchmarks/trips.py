@@ -1,6 +1,5 @@
 """What a slow link costs, and what runs and drafts save: texts of the reference scheduler through a proxy that delays
-each way, by single steps, by runs, and by drafts that the executor verifies. And what other schedulers' runs cost a
-decode step.
+each way, by single steps, by runs, and by drafts that the executor verifies.
 
 The proxy is in this process, and with no delay too; it keeps the order of the bytes and lets any number of them be
 under way, as a long wire does. All rounds of a batch size alternate, so ratios are of one run. Texts are greedy, and
@@ -11,21 +10,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import Any, Final
 
-import numpy as np
-
-from benchmarks.compare import alternate, meanwhile, median, percentile, shares
+from benchmarks.compare import alternate, median, shares
 from benchmarks.engines.grpc import executor
 from benchmarks.record import Benchmark, Option, Record
 from benchmarks.table import target
 from clients.scheduler.prompts import DEMO_PROMPTS
-from ferrum_rpc.client import ExecutorClient, Run
-from ferrum_rpc.client import Sequence as ClientSequence
+from ferrum_rpc.client import ExecutorClient
 from ferrum_rpc.scheduler.counts import RunCounts
 from ferrum_rpc.scheduler.driver import Driver
 from ferrum_rpc.scheduler.policy import Budget
@@ -43,15 +38,8 @@ RUNS_TARGET: Final = 0.9  # tokens a second with runs, of those with no delay, a
 DRAFT_TARGETS: Final = {1: 2.5, 8: 1.5}
 """By batch: tokens a second with the draft model at the longest delay, of those by single steps, at least."""
 
-BESIDE: Final = ("alone", SINGLE, RUNS)  # what goes on in the executor while one sequence decodes
-OTHERS: Final = 32
-OTHERS_WHAT: Final = "p99 of a decode step with 32 runs, in those with single steps"
-OTHERS_TARGET: Final = 2.0  # at most
-CONTEXT: Final = 32
 SERVED: Final = {"device": "cpu", "kv-blocks": 8192, "lease-ttl-s": 600.0}
-TOKEN: Final = 5
 RUN_TOKENS: Final = 16
-OTHERS_RUN_TOKENS: Final = 32
 
 
 @asynccontextmanager
@@ -147,47 +135,10 @@ def points(taken: dict[tuple[str, float, int], list[RunCounts]]) -> list[dict[st
     return found
 
 
-async def decode(client: ExecutorClient, sequences: Sequence[ClientSequence], run: Run | None) -> None:
-    """A batch of steps, or of runs."""
-    items = [each.item([TOKEN], truncate_to=CONTEXT, run=run) for each in sequences]
-    (await client.forward(items)).all_answers()
-
-
-async def steps_ms(sequence: ClientSequence, steps: int) -> list[float]:
-    """Milliseconds of each of ``steps`` decode steps from `CONTEXT` tokens on."""
-    taken = []
-    for index in range(steps):
-        began = time.perf_counter()
-        await sequence.decode(TOKEN, truncate_to=None if index else CONTEXT)
-        taken.append(1e3 * (time.perf_counter() - began))
-    return taken
-
-
-def beside(taken: dict[str, list[list[float]]]) -> list[dict[str, Any]]:
-    """Percentiles of all steps; of the ratios of a round's 99th percentile to that of the same round's, the median."""
-    p99 = {way: [percentile(each, 99) for each in rounds] for way, rounds in taken.items()}
-    found = []
-    for way, rounds in taken.items():
-        every = np.concatenate(rounds)
-        in_alone, in_steps = (median(np.divide(p99[way], p99[of])) for of in BESIDE[:2])
-        goal = target(OTHERS_WHAT, in_steps, OTHERS_TARGET, least=False)
-        found.append(
-            {
-                "with": way,
-                "p50, ms": median(every),
-                "p99, ms": percentile(every, 99),
-                "p99 in alone": in_alone,
-                "p99 in single steps": in_steps,
-                "target": goal if way == RUNS else None,
-            }
-        )
-    return found
-
-
 async def run(options: argparse.Namespace) -> Record:
     """Measure everything and write the file."""
     pair = ("identity", "identity") if options.model == "identity" else ("demo", "demo-draft")
-    tokens = f"{options.tokens} of a text, and as many steps; runs of {RUN_TOKENS}"
+    tokens = f"{options.tokens} of a text; runs of {RUN_TOKENS}"
     record = Record(options, model=pair[0], draft=pair[1], **SERVED, tokens=tokens)
     taken: dict[tuple[str, float, int], list[RunCounts]] = {}
     async with AsyncExitStack() as stack:
@@ -207,19 +158,6 @@ async def run(options: argparse.Namespace) -> Record:
             }
             taken |= (await alternate(takes, options.rounds))[0]
         record.put("texts", points(taken))
-        crowd, alone = [await enter(ExecutorClient(ours.target, session=True)) for _ in range(2)]
-        others, sequence = [crowd.sequence() for _ in range(OTHERS)], await enter(alone.sequence())
-        for number, each in enumerate([sequence, *others]):
-            await each.prefill([1 + number] * CONTEXT)
-
-        async def take(way: str, _: int) -> list[float]:
-            if way == BESIDE[0]:
-                return await steps_ms(sequence, options.tokens)
-            async with meanwhile(partial(decode, crowd, others, Run(OTHERS_RUN_TOKENS) if way == RUNS else None)):
-                return await steps_ms(sequence, options.tokens)
-
-        steps, _ = await alternate({way: partial(take, way) for way in BESIDE}, options.rounds)
-        record.put("others", beside(steps))
     return record
 
 

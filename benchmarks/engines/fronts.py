@@ -29,8 +29,8 @@ USAGE: Final = re.compile(rb'"completion_tokens":(\d+)')
 
 Came = Callable[[int], None]
 Writer = Callable[[Sequence[int], int, Came], Coroutine[Any, Any, None]]
-"""Has a text written: behind a prompt, of so many tokens, whose arrival is told by calls with how many came together.
-If it is cancelled, its reader leaves."""
+"""Has a text written: behind a prompt, of so many tokens, whose arrival is told by calls with how many came
+together."""
 
 
 @asynccontextmanager
