@@ -18,8 +18,8 @@ from clients.scheduler.options import parse
 from ferrum_rpc.cli import build_parser
 from ferrum_rpc.config import ENV_PREFIX, SETTINGS, load_settings
 from tests.tools.running import ran, yaml
-from tools.commands import ROOT
-from tools.compose_test import FLEET, texts_of
+from tools.commands import ROOT, Failed
+from tools.compose_test import FLEET, _served
 from tools.wheels import collect_wheels, lists, normal
 
 FILES = ("Dockerfile", ".dockerignore", "docker-compose.yml", "docker-compose.gpu.yml")
@@ -110,13 +110,12 @@ def test_a_job_is_a_command_line_of_the_scheduler_and_waits_for_its_executors(na
         assert name != "fleet" or each["networks"] == {"rpc": {"aliases": ["executors"]}}
 
 
-def test_texts_are_read_whatever_the_order_and_whoever_died():
-    alone = "[1] 3 tokens, length: In the\n beginning\n[2] 2 tokens, end of text: And [so] on\n\nrequests  2 of 2\n"
-    fleet = (
-        "[executor] 10.0.0.3:50051 is gone\n[2] 2 tokens, end of text, rebuilt 1×: And [so] on\n"
-        "[executor] 10.0.0.3:50051 is there\n[1] 3 tokens, length: In the\n beginning\n\nrequests  2 of 2\n"
-    )
-    assert texts_of(alone) == texts_of(fleet) == {"1": " In the\n beginning", "2": " And [so] on"}
+def test_a_job_is_done_when_all_of_its_requests_are_served():
+    summary = "[1] 3 tokens, length: In\n\nrequests       8 of {}\ngenerated      1,920 tokens\n"
+    assert _served(summary.format(8)) == "8 of 8 requests, 1,920 tokens"
+    for wrong in (summary.format(9), "[1] 3 tokens, length: In\n"):
+        with pytest.raises(Failed):
+            _served(wrong)
 
 
 def test_the_gpu_file_adds_a_device_a_compiler_and_a_place_for_kernels_and_takes_no_protection_away():
