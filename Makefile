@@ -69,7 +69,7 @@ bench: .venv/.dev  ## How fast, beside limits and a peer, and what gRPC costs; w
 	@$(BIN)/python -m benchmarks streams --model qwen3-0.6b --prompt 16 --tokens 32
 	@$(BIN)/python -m benchmarks grammars
 	@$(BIN)/python -m benchmarks grammars --model qwen3-0.6b --tokens 8 --rounds 5
-	@$(BIN)/python -m benchmarks cache
+	@$(BIN)/python -m benchmarks quantized
 	@$(BIN)/python -m benchmarks memory
 	@$(BIN)/python -m benchmarks transfer
 	@$(BIN)/python -m benchmarks ranks

@@ -7,7 +7,7 @@ import sys
 from typing import Final
 
 NAMES: Final = (
-    *("peers", "suite", "protocol", "trips", "streams", "grammars", "cache", "quantized"),
+    *("peers", "suite", "protocol", "trips", "streams", "grammars", "quantized"),
     *("memory", "prefix", "transfer", "ranks", "collectives", "profile", "launches", "states", "report"),
 )
 """Each is a module with a ``BENCHMARK``, or with a program that measures or writes something of its own."""

@@ -1,8 +1,10 @@
-"""How far quantized weights move the answers of a model that learned from texts, the demo model.
+"""What 8 and 4 bits gain and cost: how far quantized weights and a quantized cache move the answers of a model that
+learned from texts, the demo model; and decode steps over an int8 cache beside those over one in bfloat16.
 
 Each side reads the same text, and its distributions of the next token are compared with those of the model in bfloat16.
-Files of GGUF's types are made by llama.cpp's own quantizer, which the environment of that peer has. They are served as
-they are stored, where rows are rounded to 8 bits, and expanded to bfloat16, which shows what the file moves by itself.
+Files of GGUF's types are made by llama.cpp's own quantizer, where the environment of that peer is installed. They are
+served as they are stored, where rows are rounded to 8 bits, and expanded to bfloat16, which shows what the file moves
+by itself. What weights gain is in the suite and beside peers.
 """
 
 from __future__ import annotations
@@ -11,22 +13,36 @@ import argparse
 import shutil
 import subprocess
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from benchmarks.cache import DEMO, TEXT, divergence
-from benchmarks.cases import PREFILL, Cell
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.cases import DECODE, PREFILL, QUICK_CELLS, Cell
 from benchmarks.engines.inprocess import Inside
-from benchmarks.machine import ROOT, hardware
-from benchmarks.peers import ENVIRONMENTS, install
-from benchmarks.record import Benchmark, Option, Record
+from benchmarks.machine import ROOT
+from benchmarks.peers import ENVIRONMENTS
+from benchmarks.record import Benchmark, Contest, Opening, Option, Record, median_of
 from benchmarks.table import target
+from clients.scheduler.prompts import DEMO_PROMPTS
 from ferrum_rpc.building import model_folder
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.assembly.choose import choose
 
-ENVIRONMENT: Final = "llama_cpp"
+DEMO: Final = "demo"
+TEXT: Final = np.frombuffer(" ".join(DEMO_PROMPTS).encode(), dtype=np.uint8).astype(np.int32)
+"""Tokens of the demo model: bytes."""
+
+CACHES: Final = {"int8 cache": "int8", "bfloat16 cache": "auto"}
+ROUNDED, EXACT = CACHES
+CELL: Final = Cell(DECODE, 32, 2048, most=16)
+CACHE_TARGET: Final = 1.25  # tokens a second with the int8 cache, of those with the other, at least
+PEER: Final = "llama_cpp"
+"""Whose environment has the quantizer."""
+
 TYPES: Final = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q4_0", "Q3_K_M")
 """Of GGUF: llama.cpp's names."""
 
@@ -37,14 +53,30 @@ SIZES: Final = {"Q8_0": 1.05, "Q4_0": 1.05, "Q4_K_M": 1.2}
 """Bytes that weights may take, in those of their file."""
 
 
+def divergence(exact: npt.NDArray[np.float32], rounded: npt.NDArray[np.float32]) -> dict[str, Any]:
+    """Of ``rounded`` logits from ``exact`` ones, both [rows, vocab], in nats; and the share of equal arg-max tokens."""
+    p, q = (_log_softmax(each.astype(np.float64)) for each in (exact, rounded))
+    found = (np.exp(p) * (p - q)).sum(axis=1)
+    return {
+        "rows": len(found),
+        "KL, mean": float(f"{found.mean():.3g}"),
+        "largest": float(f"{found.max():.3g}"),
+        "same tokens": f"{(exact.argmax(axis=1) == rounded.argmax(axis=1)).mean():.1%}",
+    }
+
+
+def _log_softmax(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)))
+
+
 def files(folder: Path, types: Sequence[str], to: Path) -> dict[str, str]:
-    """A file of each type, by its name."""
-    if not types:
+    """A file of each type, by its name; none where the quantizer is not installed."""
+    python = ENVIRONMENTS / PEER / "bin" / "python"
+    if not python.exists():
         return {}
-    if failed := install(ENVIRONMENT):
-        raise RuntimeError("llama.cpp cannot be installed: {}: {}".format(*failed))
     shutil.copytree(folder, to, dirs_exist_ok=True)
-    program = [str(ENVIRONMENTS / ENVIRONMENT / "bin" / "python"), "-m", "benchmarks.engines.peers.gguf_file"]
+    program = [str(python), "-m", "benchmarks.engines.peers.gguf_file"]
     subprocess.run([*program, str(to), *map(str.lower, types)], cwd=ROOT, check=True, capture_output=True)
     return {kind: str(to / f"model.{kind.lower()}.gguf") for kind in types}
 
@@ -61,21 +93,25 @@ async def rows_of(model: str, threads: int, **settings: Any) -> Any:
         return await side.logits(TEXT, len(TEXT) - 1)
 
 
-async def run(options: argparse.Namespace) -> Record:
-    """Compare every side with the exact one."""
-    threads = hardware()["cores"]
-    record = Record(options, model=DEMO, threads=threads)
-    exact, rows = await rows_of(DEMO, threads, dtype="bfloat16"), list[dict[str, Any]]()
+async def answers(here: Contest) -> list[dict[str, Any]]:
+    """Compare every side with the exact one, and write the rows; the targets."""
+    threads, rows = here.options.threads, list[dict[str, Any]]()
+    exact = await rows_of(DEMO, threads, dtype="bfloat16")
 
     async def compare(name: str, model: str, *, held: float | None = None, **settings: Any) -> float:
         found = divergence(exact, await rows_of(model, threads, **settings))
         rows.append({"weights": name, "bytes, of the file's": held, **found})
+        here.record.put("answers", rows)
         return float(found["KL, mean"])
 
+    await compare("bfloat16, int8 cache", DEMO, dtype="bfloat16", kv_dtype="int8")
     moved = {kind: await compare(f"--quantize {kind}", DEMO, dtype="bfloat16", quantize=kind) for kind in OURS}
     targets = []
     with TemporaryDirectory() as place:
-        for kind, file in files(Path(model_folder(DEMO)), options.types, Path(place)).items():
+        found = files(Path(model_folder(DEMO)), here.options.types, Path(place))
+        if not found:
+            here.leave_out("files of GGUF's types", f"not installed: there is no environment {PEER!r}")
+        for kind, file in found.items():
             held = bytes_held(file)
             moved[kind] = await compare(f"{kind}, as stored", file, held=held)
             await compare(f"{kind}, expanded", file, dtype="bfloat16")
@@ -85,8 +121,22 @@ async def run(options: argparse.Namespace) -> Record:
     for ours, theirs in OURS.items():
         ratio = moved[ours] / moved[theirs] if theirs in moved else None
         targets.append(target(f"KL of --quantize {ours}, in that of {theirs}", ratio, 1.0, least=False, unit=" ×"))
-    record.put("answers", rows, targets=targets)
-    return record
+    return targets
 
 
-BENCHMARK: Final = Benchmark("quantized", run, (Option("--types", [*TYPES], "of GGUF", choices=[*TYPES]),))
+async def run(options: argparse.Namespace) -> Record:
+    """Measure everything and write the file."""
+    cell = QUICK_CELLS[-1] if options.quick else CELL
+    here = Contest(options)
+    async with AsyncExitStack() as stack:
+        sides: dict[str, Opening] = {
+            kind: Inside.open(here.folder, [cell], options.threads, kv_dtype=kv) for kind, kv in CACHES.items()
+        }
+        await here.play([cell], await here.open_all(stack, sides), ROUNDED)
+    gained = median_of(here.record.values["cells"], cell.name, EXACT)
+    standing = target(f"{cell.name} over an int8 cache, in process, of bfloat16", gained, CACHE_TARGET)
+    here.record.save(targets=[standing, *await answers(here)])
+    return here.record
+
+
+BENCHMARK: Final = Benchmark("quantized", run, (Option("--types", [*TYPES], "of GGUF", choices=[*TYPES]),), round_s=4.0)

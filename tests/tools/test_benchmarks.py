@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from benchmarks import (
-    cache,
     collectives,
     grammars,
     memory,
@@ -168,34 +167,38 @@ def test_ratios_of_grammars_are_of_the_same_round():
 # --- the cache, memory, ranks, launches -------------------------------------------------------------------------------
 
 
-def test_the_divergence_of_a_cache_is_that_of_its_definition():
+def test_the_divergence_of_answers_is_that_of_its_definition():
     exact = np.log(np.array([[0.5, 0.25, 0.25], [0.8, 0.1, 0.1]], dtype=np.float32)) + 3
     moved = np.log(np.array([[0.25, 0.5, 0.25], [0.8, 0.1, 0.1]], dtype=np.float32)) - 70
     kl = 0.25 * np.log(2)
     figures = {"KL, mean": float(f"{kl / 2:.3g}"), "largest": float(f"{kl:.3g}"), "same tokens": "50.0%"}
-    assert cache.divergence(exact, moved) == {"rows": 2} | figures
+    assert quantized.divergence(exact, moved) == {"rows": 2} | figures
 
 
 def test_quantized_weights_move_answers_as_much_as_their_bits(quick_run, tmp_path, monkeypatch):
-    """A file of a type is made without llama.cpp, which would be installed."""
+    """A file of a type is made without llama.cpp."""
     gguf, transformers = pytest.importorskip("gguf"), pytest.importorskip("transformers")
     made_or_skip(NibbleFactory)
     demo = transformers.AutoModelForCausalLM.from_pretrained(model_folder("demo"))
     write_model(tmp_path / "demo.gguf", demo, gguf.GGMLQuantizationType.Q8_0)
     monkeypatch.setattr(quantized, "files", lambda *_: {"Q8_0": str(tmp_path / "demo.gguf")})
     result = quick_run(quantized)
+    cells = {each["side"]: each for each in rows_of(result["tables"]["cells"]) if each["ours is, ×"]}
+    assert [*cells] == [quantized.EXACT]
     moved = {each["weights"]: each["KL, mean"] for each in rows_of(result["tables"]["answers"])}
-    assert list(moved) == ["--quantize int8", "--quantize int4", "Q8_0, as stored", "Q8_0, expanded"]
-    assert (
-        0
-        < moved["Q8_0, expanded"]
-        < moved["Q8_0, as stored"]
-        < moved["--quantize int8"]
-        < 0.3 * moved["--quantize int4"]
-    )
-    assert moved["--quantize int4"] < 0.003
-    held, int8, int4 = (each["value"] for each in result["targets"])
-    assert 0.9 < held < 1.05 and int8 > 0 and int4 is None
+    cache, int8, int4, stored, expanded = moved.values()
+    assert [*moved] == [
+        *("bfloat16, int8 cache", "--quantize int8", "--quantize int4", "Q8_0, as stored", "Q8_0, expanded")
+    ]
+    assert 0 < expanded < stored < int8 < 0.3 * int4 and int4 < 0.003 and 0 < cache < int4
+    gained, held, of_q8, of_q4 = (each["value"] for each in result["targets"])
+    assert gained == cells[quantized.EXACT]["ours is, ×"]["median"]
+    assert 0.9 < held < 1.05 and of_q8 > 0 and of_q4 is None
+
+
+def test_files_of_ggufs_types_need_the_quantizer_of_a_peer(tmp_path, monkeypatch):
+    monkeypatch.setattr(quantized, "ENVIRONMENTS", tmp_path)
+    assert quantized.files(tmp_path, ["Q8_0"], tmp_path / "to") == {} and not list(tmp_path.iterdir())
 
 
 def test_every_part_of_a_plan_is_measured(tmp_path):
