@@ -232,6 +232,8 @@ def write_adapter(spec: ModelSpec, rank: int, folder: Path) -> str:
 def with_words(shape: str) -> Path:
     """The folder of a shape's checkpoint with a tokenizer: all bytes, and as many random words as there are tokens.
     Every token but the ends has a text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
     folder, weights = CACHE / f"{shape}-words", checkpoint(shape)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -239,25 +241,17 @@ def with_words(shape: str) -> Path:
         os.link(weights / name, folder / name)
     config = SHAPES[shape]
     ends = {config["bos_token_id"], config["eos_token_id"]}
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # how byte-level tokenizers write bytes
-    others = [byte for byte in range(256) if byte not in printable]
-    written = {byte: chr(byte) for byte in printable} | {byte: chr(256 + at) for at, byte in enumerate(others)}
-    words = dict.fromkeys(written[byte] for byte in range(256))
-    dice = random.Random(SEED)
+    words, dice = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet())), random.Random(SEED)
     while len(words) + len(ends) < config["vocab_size"]:
-        space = written[ord(" ")] * (dice.random() < 0.5)
+        space = "Ġ" * (dice.random() < 0.5)  # how byte-level tokenizers write a space
         words[space + "".join(dice.choices("abcdefghijklmnopqrstuvwxyz", k=dice.randint(2, 8)))] = None
     numbers = [number for number in range(config["vocab_size"]) if number not in ends]
-    added = [
-        {"id": end, "content": f"<{end}>", "special": True, "single_word": False, "lstrip": False, "rstrip": False}
-        | {"normalized": False}
-        for end in sorted(ends)
-    ]
     vocab = dict(zip(words, numbers, strict=False)) | {f"<{end}>": end for end in ends}
-    model = {"type": "BPE", "vocab": vocab, "merges": []}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    tokenizer = {"version": "1.0", "added_tokens": added, "pre_tokenizer": level, "decoder": level, "model": model}
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    tokenizer = Tokenizer(models.BPE(vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([f"<{end}>" for end in sorted(ends)])
+    tokenizer.save(str(folder / "tokenizer.json"))
     return folder
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import mmap
-import time
+import timeit
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
@@ -143,9 +143,4 @@ def _gpu_calls(device: torch.device) -> tuple[Calls, Calls]:
 def _best(run: Callable[[], object], repeats: int = REPEATS) -> float:
     """Seconds of the fastest run but for the first, which warms up."""
     run()
-    times = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - began)
-    return min(times)
+    return min(timeit.repeat(run, number=1, repeat=repeats))

@@ -20,6 +20,8 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
+import torch.nn.functional as F
 
 from benchmarks.cases import DECODE, PREFILL, QUICK_CELLS, Cell
 from benchmarks.engines.inprocess import Inside
@@ -55,19 +57,14 @@ SIZES: Final = {"Q8_0": 1.05, "Q4_0": 1.05, "Q4_K_M": 1.2}
 
 def divergence(exact: npt.NDArray[np.float32], rounded: npt.NDArray[np.float32]) -> dict[str, Any]:
     """Of ``rounded`` logits from ``exact`` ones, both [rows, vocab], in nats; and the share of equal arg-max tokens."""
-    p, q = (_log_softmax(each.astype(np.float64)) for each in (exact, rounded))
-    found = (np.exp(p) * (p - q)).sum(axis=1)
+    p, q = (torch.from_numpy(each).double().log_softmax(1) for each in (exact, rounded))
+    found = F.kl_div(q, p, reduction="none", log_target=True).sum(1)
     return {
         "rows": len(found),
-        "KL, mean": float(f"{found.mean():.3g}"),
-        "largest": float(f"{found.max():.3g}"),
+        "KL, mean": float(f"{found.mean().item():.3g}"),
+        "largest": float(f"{found.max().item():.3g}"),
         "same tokens": f"{(exact.argmax(axis=1) == rounded.argmax(axis=1)).mean():.1%}",
     }
-
-
-def _log_softmax(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    shifted = logits - logits.max(axis=1, keepdims=True)
-    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)))
 
 
 def files(folder: Path, types: Sequence[str], to: Path) -> dict[str, str]:
