@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import json
 import shutil
 import subprocess
 import sysconfig
 import tempfile
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from benchmarks.gpu.first_light import tell
 from benchmarks.machine import versions
@@ -32,30 +31,26 @@ def machine(*, rehearse: bool) -> int:
     """Versions and the device. Fails without one."""
     import torch
 
-    found: dict[str, Any] = {"packages": versions(PACKAGES)}
-    found["tools"] = {name: shutil.which(name) or "not here" for name in TOOLS}
-    found |= {"cuda": torch.version.cuda, "devices": []}
-    available = torch.cuda.is_available()
-    if available:
-        for index in range(torch.cuda.device_count()):
-            each, (free, total) = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
-            found["devices"].append(
-                {
-                    "name": each.name,
-                    "capability": f"{each.major}.{each.minor}",
-                    "multiprocessors": each.multi_processor_count,
-                    "l2_mib": each.L2_cache_size >> 20,
-                    "memory_gib": round(total / 2**30, 1),
-                    "free_gib": round(free / 2**30, 1),
-                }
-            )
-        found["driver"] = _driver()
-    tell(found)
-    print(json.dumps(found, indent=1))
+    devices = []
+    for index in range(torch.cuda.device_count()):
+        each, (free, total) = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
+        devices.append(
+            {
+                "name": each.name,
+                "capability": f"{each.major}.{each.minor}",
+                "multiprocessors": each.multi_processor_count,
+                "l2_mib": each.L2_cache_size >> 20,
+                "memory_gib": round(total / 2**30, 1),
+                "free_gib": round(free / 2**30, 1),
+            }
+        )
+    tools = {name: shutil.which(name) or "not here" for name in TOOLS}
+    own = {"cuda": torch.version.cuda, "driver": _driver(), "devices": devices}
+    tell({"packages": versions(PACKAGES), "tools": tools} | own)
     if tuple(map(int, torch.__version__.split(".")[:2])) < SUPPORTED:
         print(f"torch {torch.__version__}: {'.'.join(map(str, SUPPORTED))} is supported on CUDA; older ones may fail")
         print("after a CUDA graph capture that failed (step 4.capture)")
-    if not available and not rehearse:
+    if not devices and not rehearse:
         print("torch finds no CUDA device: either this machine has none, or the driver or torch's build does not match")
         print(f"torch {torch.__version__} was built for CUDA {torch.version.cuda}")
         return 1
