@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from torch.distributed import TCPStore
 
-from ferrum_rpc.client import Capability, ExecutorClient, Greedy, OutputSpec, Positions
+from ferrum_rpc.client import Capability, ExecutorClient, FullLogits, Greedy, OutputSpec, Positions
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.ranks.links import CUT_S
 from ferrum_rpc.engine.ranks.world import World
@@ -28,6 +28,7 @@ from tests.e2e.test_moved_states import ALL, LAST, PROMPT, fed, goes_on
 from tests.support.checkpoints import RECURRENT_SHAPE, make_checkpoint
 from tests.support.clients import text
 from tests.support.exposition import fetch, series, value
+from tests.support.listed_kv_heads import LISTED, make_deci_checkpoint
 from tests.support.netns import missing, network
 from tests.support.process import ServerProcess, environment, free_port, running, runs
 from tests.support.serving import serve_model
@@ -281,6 +282,34 @@ async def test_sequences_with_states_move_between_two_ranks_and_one(with_states:
         for served in (one, two):
             await served.check()
             assert served.runner.cache_state().free_slots == with_states.state_slots
+
+
+async def test_sequences_of_layers_that_differ_move_between_two_ranks_and_one(tmp_path: Path) -> None:
+    """In one layer each rank has two of the KV heads, in another both have the only one."""
+    config = ModelSettings(str(make_deci_checkpoint(tmp_path / "model")), device="cpu", dtype="float32", kv_blocks=64)
+    async with (
+        serve_model(replace(config, tensor_parallel=2), park_dir=tmp_path / "parked") as two,
+        serve_model(config) as one,
+        ExecutorClient(two.target) as source,
+        ExecutorClient(one.target) as target,
+    ):
+        infos = [(await each.info()).model for each in (source, target)]
+        assert {each.kv_bytes_per_token for each in infos} == {2 * sum(LISTED) * 16 * 4}
+        parks, leaves = source.sequence(), source.sequence()
+        rows = []
+        for each in (parks, leaves):
+            await each.prefill([*range(30, 83)])
+            rows.append((await each.decode(4, FullLogits())).logits)
+            await each.truncate(53)
+        back, there, passing = source.sequence(), target.sequence(), target.sequence()
+        await leaves.export_to(tmp_path / "file")
+        await there.import_from(tmp_path / "file")
+        await leaves.move_to(passing)
+        await passing.move_to(back)
+        await parks.park()
+        for each, wanted in zip((parks, back), rows, strict=True):
+            assert ((await each.decode(4, FullLogits())).logits == wanted).all()
+        np.testing.assert_allclose((await there.decode(4, FullLogits())).logits, rows[1], atol=1e-4)
 
 
 async def test_an_import_to_two_ranks_that_is_cut_off_and_given_up_leaves_no_slot_taken(
