@@ -10,14 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.generation.logits_process import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from ferrum_rpc.core import Sample
 from ferrum_rpc.kv.tokens import count_tokens
@@ -39,13 +31,15 @@ FILTERS = (
 
 def filters_of(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     """transformers' own, in its order."""
-    filters = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    from transformers.generation import logits_process as theirs
+
+    filters = theirs.LogitsProcessorList([theirs.TemperatureLogitsWarper(temperature)])
     if top_k:
-        filters.append(TopKLogitsWarper(top_k))
+        filters.append(theirs.TopKLogitsWarper(top_k))
     if top_p < 1:
-        filters.append(TopPLogitsWarper(top_p))
+        filters.append(theirs.TopPLogitsWarper(top_p))
     if min_p:
-        filters.append(MinPLogitsWarper(min_p))
+        filters.append(theirs.MinPLogitsWarper(min_p))
     return filters
 
 
@@ -183,6 +177,8 @@ def test_what_cannot_be_drawn_from_takes_the_arg_max(sampler):
 
 
 def test_penalties_are_those_of_transformers_and_of_their_definition(sampler):
+    from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+
     rng, rows = np.random.default_rng(4), logits(6, 90)
     rows[2, :5] = 0
     histories = [rng.integers(0, 90, length).astype(np.int32) for length in (1, 2, 40, 400, 400, 7)]

@@ -11,6 +11,7 @@ same tokens from the same state; to the values of the token-by-token form it is 
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, replace
 
 import pytest
@@ -20,10 +21,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache, Qwen3NextConfig
-from transformers.models.qwen3_5 import modeling_qwen3_5
-from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
-from transformers.models.qwen3_next import modeling_qwen3_next
 
 from ferrum_rpc.attention import native_recurrent
 from ferrum_rpc.attention.recurrent import (
@@ -54,7 +51,9 @@ from tests.support.recurrent_layers import (
     random,
 )
 
-MODELING = {"qwen3_next": modeling_qwen3_next, "qwen3_5": modeling_qwen3_5}
+FAMILIES = {"qwen3_next": ("Qwen3Next", "Config"), "qwen3_5": ("Qwen3_5", "TextConfig")}
+"""How transformers calls their classes."""
+
 QWEN_08B = RecurrentShape(key_heads=16, value_heads=16, key_dim=128, value_dim=128)
 """Each of the 18 recurrent layers of Qwen3.5-0.8B."""
 
@@ -68,10 +67,14 @@ def from_image(image, rows):
 # --- against transformers, in float64 ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=MODELING)
+def modeling_of(family):
+    return importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+
+
+@pytest.fixture(params=FAMILIES)
 def modeling(request, monkeypatch):
     """A family's module of transformers, which computes in float64 what it would in float32."""
-    module = MODELING[request.param]
+    module = modeling_of(request.param)
     monkeypatch.setattr(module, "torch", TorchInDouble())
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     return module
@@ -171,10 +174,8 @@ class Layer:
 def layer_of(modeling, dtype):
     sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
     options = {"hidden_size": 24, "num_hidden_layers": 4, "linear_value_head_dim": 4, **sizes}
-    if modeling is modeling_qwen3_next:
-        config, made = Qwen3NextConfig(**options), modeling.Qwen3NextGatedDeltaNet
-    else:
-        config, made = Qwen3_5TextConfig(**options), modeling.Qwen3_5GatedDeltaNet
+    name, suffix = FAMILIES[modeling.__name__.rpartition("modeling_")[2]]
+    config, made = getattr(modeling, name + suffix)(**options), getattr(modeling, f"{name}GatedDeltaNet")
     with torch.random.fork_rng():
         torch.manual_seed(3)
         return config, made(config, 0).to(dtype).requires_grad_(False)
@@ -208,6 +209,8 @@ def test_a_layer_is_that_of_transformers(modeling):
 
 
 def test_a_layer_decodes_as_transformers_does_over_its_own_cache(modeling):
+    from transformers import DynamicCache
+
     config, module = layer_of(modeling, torch.float64)
     hidden, cache, layer = random(45, 24, dtype=torch.float64), DynamicCache(config=config), Layer(module)
     empty = new_slot(rows_needed(SHAPE, 1, 1), dtype=torch.float64)
@@ -218,9 +221,9 @@ def test_a_layer_decodes_as_transformers_does_over_its_own_cache(modeling):
         slot.commit(1)
 
 
-@pytest.mark.parametrize("family", MODELING)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_in_float32_is_as_near_as_rounding_allows(family):
-    _, module = layer_of(MODELING[family], torch.float32)
+    _, module = layer_of(modeling_of(family), torch.float32)
     hidden = random(119, 24)
     assert close(fed_with_every_operation(Layer(module), hidden, torch.float32), module(hidden[None])[0], 1e-5)
 
@@ -304,16 +307,16 @@ many = st.tuples(st.integers(0, VOCABULARY - 1), st.integers(STEP_TOKENS + 1, 70
 )
 thens = st.sampled_from(["", "again", "truncate", "truncate again"])
 sizes = st.integers(rows_needed(SHAPE, 5, 5 + 5), 24)
+kinds = st.sampled_from([(1, torch.float32), (3, torch.float32), (2, torch.bfloat16)])
+"""Numbers of layers, and their type."""
 
 
 class Histories(RuleBasedStateMachine):
     """Steps are of at most 5 tokens, two of them under way at once at most."""
 
-    layers, dtype = 1, torch.float32
-
-    @initialize(steps=st.lists(few, min_size=2, max_size=3))
-    def begin(self, steps):
-        self.stack = Stack(self.layers, self.dtype)
+    @initialize(kind=kinds, steps=st.lists(few, min_size=2, max_size=3))
+    def begin(self, kind, steps):
+        self.stack = Stack(*kind)
         self.plain = PlainLoop(self.stack)
         self.lives = [Life(self.stack.slot())]
         for tokens in steps:
@@ -441,19 +444,11 @@ class Histories(RuleBasedStateMachine):
             assert torch.equal(self.stack.step(life.slot, (1, 2)), self.plain.rows((*life.history, 1, 2), 2))
 
 
-class HistoriesOfThreeLayers(Histories):
-    layers = 3
-
-
-class HistoriesInBfloat16(Histories):
-    layers, dtype = 2, torch.bfloat16
-
-
-def with_every_history(histories, form):
+def with_every_history(form):
     """A test case of pytest."""
 
-    class Case(histories.TestCase):
-        settings = settings(max_examples=25, stateful_step_count=20, suppress_health_check=list(HealthCheck))
+    class Case(Histories.TestCase):
+        settings = settings(max_examples=40, stateful_step_count=20, suppress_health_check=list(HealthCheck))
 
         def setUp(self):
             patch = pytest.MonkeyPatch()
@@ -463,11 +458,8 @@ def with_every_history(histories, form):
     return Case
 
 
-TestOneLayer = with_every_history(Histories, "torch")
-TestThreeLayers = with_every_history(HistoriesOfThreeLayers, "torch")
-TestBfloat16 = with_every_history(HistoriesInBfloat16, "torch")
-TestThreeNativeLayers = with_every_history(HistoriesOfThreeLayers, "native")
-TestNativeBfloat16 = with_every_history(HistoriesInBfloat16, "native")
+TestHistories = with_every_history("torch")
+TestNativeHistories = with_every_history("native")
 
 
 # --- promises, one by one ---------------------------------------------------------------------------------------------

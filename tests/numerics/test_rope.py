@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import transformers
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.models.families import Rotation
@@ -51,9 +48,13 @@ TOGETHER = {
 
 def check(spec: RopeSpec, section: dict, head_dim: int) -> None:
     """Against transformers, bit for bit."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
     fields = {name: value for name, value in TINY.items() if name != "rope_theta"}
     fields |= {"head_dim": head_dim, "max_position_embeddings": CONTEXT}
-    config = transformers.LlamaConfig(**fields, rope_parameters=dict(section))
+    config = LlamaConfig(**fields, rope_parameters=dict(section))
     of_default = LlamaRotaryEmbedding.compute_default_rope_parameters
     expected, scaling = (ROPE_INIT_FUNCTIONS | {"default": of_default})[section["rope_type"]](config)
     assert torch.equal(inverse_frequencies(spec, head_dim), expected)
@@ -72,7 +73,7 @@ def test_frequencies_and_scaling_are_those_of_transformers(section, theta, head_
 
 
 @pytest.mark.parametrize("kind", SUPPORTED)
-@pytest.mark.parametrize("part", RopeParameters.__annotations__)
+@pytest.mark.parametrize("part", PARTS)
 def test_every_part_of_a_rotation_counts_as_in_transformers_or_is_refused_by_name(kind, part):
     section = {"rope_theta": 10_000.0, "rope_type": kind, **KINDS[kind], part: PARTS[part]}
     try:
@@ -81,6 +82,12 @@ def test_every_part_of_a_rotation_counts_as_in_transformers_or_is_refused_by_nam
         assert refusal.field == f"rope_parameters.{part}"
     else:
         check(spec, section, 64)
+
+
+def test_every_part_of_transformers_is_tried():
+    from transformers.modeling_rope_utils import RopeParameters
+
+    assert RopeParameters.__annotations__.keys() <= PARTS.keys()
 
 
 def test_transformers_4_calls_the_kind_type():

@@ -7,12 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers.generation.logits_process import (
-    LogitsProcessorList,
-    PrefixConstrainedLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-)
 
 from ferrum_rpc.core import Greedy, MaskRows, Sample
 from ferrum_rpc.sampling.masks import MIN_LOGIT, Masks, RowMask
@@ -56,12 +50,14 @@ def test_what_is_not_allowed_is_minus_infinite_and_the_rest_as_it_was(sampler, v
 
 def by_transformers(row, allowed, sample, history):
     """The probabilities that transformers' own processors leave, in its order."""
-    filters = LogitsProcessorList()
+    from transformers.generation import logits_process as theirs
+
+    filters = theirs.LogitsProcessorList()
     if sample.bias:
-        filters.append(SequenceBiasLogitsProcessor([[[token], value] for token, value in sample.bias]))
+        filters.append(theirs.SequenceBiasLogitsProcessor([[[token], value] for token, value in sample.bias]))
     if sample.repetition_penalty != 1:
-        filters.append(RepetitionPenaltyLogitsProcessor(sample.repetition_penalty))
-    filters.append(PrefixConstrainedLogitsProcessor(lambda *_: np.flatnonzero(allowed).tolist(), 1))
+        filters.append(theirs.RepetitionPenaltyLogitsProcessor(sample.repetition_penalty))
+    filters.append(theirs.PrefixConstrainedLogitsProcessor(lambda *_: np.flatnonzero(allowed).tolist(), 1))
     if sample.temperature:
         filters += filters_of(sample.temperature, sample.top_k, sample.top_p, sample.min_p)
     return filters(torch.from_numpy(history.astype(np.int64))[None], row[None].double())[0]
