@@ -7,17 +7,21 @@ import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from ferrum_rpc.client import Answer, ExecutorClient, GrammarKind, Greedy, Run, RunEnd, Sample
+from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.errors import GrammarTooComplex, GrammarUnknown, InvalidRequest, QueueFull, Reason
 from tests.support.grammars import AMBIGUOUS, DEMO, END, IMPOSSIBLE, SOURCES, TOO_COMPLEX, allowed, compiled, decode
 from tests.support.inside import grammar_pool
 from tests.support.process import serving
-from tests.support.serving import Gate, Served, serve_model
+from tests.support.ranks import World
+from tests.support.serving import Gate, Served, serve_identity, serve_model
 from tests.support.wiring import pb, until
 
 PROMPT = [*b"The register of "]
@@ -210,9 +214,17 @@ async def test_an_engine_in_a_process_of_its_own_and_a_restart() -> None:
 
 
 async def test_two_ranks_choose_as_one() -> None:
-    kind, texts = GrammarKind.REGEX, []
-    for config in (DEMO, replace(DEMO, tensor_parallel=2), replace(DEMO, pipeline_parallel=2)):
-        async with serve_model(config) as served, ExecutorClient(served.target, session=True) as client:
+    """Ranks are threads here, in the place of the model that was built."""
+    kind, texts, worlds = GrammarKind.REGEX, [], list[World]()
+
+    def ranked(cut: dict[str, int], _: TorchRunner) -> TorchRunner:
+        worlds.append(World(replace(DEMO, **cut)))
+        return worlds[-1].runner
+
+    cuts = ({"tensor_parallel": 2}, {"pipeline_parallel": 2})
+    ways: list[Any] = [serve_model(DEMO), *(serve_identity(kv_blocks=8, made=partial(ranked, cut)) for cut in cuts)]
+    for way in ways:
+        async with way as served, ExecutorClient(served.target, session=True) as client:
             grammar = await client.register_grammar(kind, SOURCES[kind])
             about = {"grammar": grammar, "grammar_from": len(PROMPT)}
             outputs = [Greedy(**about), Sample(1.0, seed=2, **about)]
@@ -223,6 +235,8 @@ async def test_two_ranks_choose_as_one() -> None:
 
             texts.append(await asyncio.gather(*map(text, outputs)))
             await served.check()
+    for each in worlds:
+        each.close()
     assert texts[0] == texts[1] == texts[2]
     source = compiled(kind, SOURCES[kind])
     assert all(allowed(source, [*each, END]) == {END} for each in texts[0])

@@ -214,56 +214,7 @@ async def reason(call: Any) -> str:
     return found
 
 
-# --- duplicates -----------------------------------------------------------------------------------------------------
-
-
-async def duplicates(scheduler: Scheduler, moment: str, count: int, call: Callable[[], Any]) -> list[Any]:
-    """The answers to a call that is made ``count`` times: in one step's time, or behind another step."""
-
-    async def send(running: int) -> list[Any]:
-        calls = [asyncio.ensure_future(call()) for _ in range(count)]
-        await scheduler.in_flight(count + running)
-        return calls
-
-    if moment == "queued":
-        async with scheduler.busy():
-            calls = await send(1)
-    else:
-        hold = scheduler.gate.hold("forward")
-        calls = await send(0)
-        hold.go()
-    return await asyncio.gather(*calls)
-
-
-@pytest.mark.parametrize(("kind", "moment"), [("decode", "in flight"), ("decode", "queued"), ("creation", "queued")])
-@patiently
-async def test_fifty_duplicates_are_applied_once_and_share_one_answer(scheduler, kind, moment):
-    handle = await scheduler.new(1, 2, 3)
-    before = await scheduler.counters()
-    if kind == "decode":
-        answers = await duplicates(scheduler, moment, 50, lambda: scheduler.decode(handle, 7, "one"))
-        tokens, left = (1, 2, 3, 7), []
-    else:
-        answers = await duplicates(scheduler, moment, 50, lambda: scheduler.prefill(4, request_id="one"))
-        tokens, left = (4,), [handle]
-    assert sorted(answer.output.replayed for answer in answers) == [False] + [True] * 49
-    for answer in answers:
-        assert answer.output.handle == answers[0].output.handle
-        is_after(answer, *tokens)
-    after = await scheduler.counters()
-    assert after.replays - before.replays == 49
-    assert after.tokens - before.tokens == 1 + 2 * (moment == "queued")
-    await scheduler.nothing_is_left(answers[0].output.handle, *left)
-
-
-@patiently
-async def test_a_creation_twice_in_one_batch_gives_one_sequence(scheduler):
-    answer = await scheduler.unified(item(None, [4, 5], "one"), item(None, [4, 5], "one"), item(None, [4, 5], "two"))
-    first, second, other = (result.output for result in answer.results)
-    assert first.handle == second.handle != other.handle and first.rows == second.rows != other.rows
-    assert [first.replayed, second.replayed, other.replayed] == [False, True, False]
-    assert answer.timing.step_tokens == 2 + 2
-    await scheduler.nothing_is_left(first.handle, other.handle)
+# --- duplicates: `test_state_machine` sends them at the same time, and twice in a batch ----------------------------
 
 
 @patiently

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,11 +86,17 @@ def compiled(kind: GrammarKind, text: str) -> str:
             return str(LLMatcher.grammar_from_lark(text))
 
 
+@cache
+def _begun(source: str) -> LLMatcher:
+    """Of a grammar, before any token: compiling one takes longer than reading a text."""
+    return LLMatcher(_TOKENIZER, source, log_level=0)
+
+
 def allowed(source: str, tokens: list[int]) -> set[int] | None:
     """The tokens that may follow ``tokens``; None: these are not of the grammar."""
     ends = [at for at, token in enumerate(tokens) if token == END]
     first = ends[0] if ends else len(tokens)
-    matcher = LLMatcher(_TOKENIZER, source, log_level=0)
+    matcher = _begun(source).deep_copy()
     if first and not matcher.consume_tokens(tokens[:first]):
         return None
     if ends:
