@@ -135,7 +135,7 @@ class DeviceInfo:
     """The device of the model and the selected backends with their reasons (``choices``: choice -> reason).
     ``exact_span_tokens``: spans of up to this many tokens give exactly the bits of single decodes, whatever their
     neighbours; 0: nothing is promised. ``free_truncation_tokens``: to go back by up to so many tokens of the last step
-    costs nothing; by more, tokens are fed again from a checkpoint, which come every ``checkpoint_tokens``. None: any
+    costs nothing; by more, tokens are fed again, from a checkpoint if they come every ``checkpoint_tokens``. None: any
     truncation costs nothing."""
 
     kind: str

@@ -143,7 +143,7 @@ class StepTiming(NamedTuple):
 class SpanResult(NamedTuple):
     """A committed span: the sequence's new length and the requested rows; of a run those of all its steps.
     ``cached_tokens`` were found in the prefix cache. ``recomputed_tokens`` that the sequence already had were fed again
-    before them, because its recurrent states had gone back further."""
+    before them, because it had gone back further than its recurrent states, or than the blocks of its window."""
 
     length: int
     rows: Rows | None

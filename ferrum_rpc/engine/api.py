@@ -65,7 +65,7 @@ class Constraining(Protocol):
 
 
 class Feeding(Protocol):
-    """See `feeding.StateFeeding`."""
+    """See `engine.feeding`."""
 
     def missing(self, span: Span) -> int:
         """How many tokens must be fed again before ``span`` can run."""

@@ -97,6 +97,13 @@ class Operations(Protocol):
     def read_states(self, number: int, rows: Sequence[StateRows]) -> list[npt.NDArray[np.uint8]]:
         """Some rows of states that are held, uint8 [bytes] each."""
 
+    def feed_again(self, sequence: int, adapter: int) -> int:
+        """Feed a piece of what ``sequence`` lacks of its cache because it went back behind its window, with the adapter
+        of this number. Returns how much is missing still. Raises `KvBlocksExhausted`."""
+
+    def held_from(self, sequence: int) -> int:
+        """The first position of ``sequence`` whose cache it has: it needs none before it."""
+
     def read_kv(
         self, sequence: int, start: int, end: int, layers: Sequence[int]
     ) -> list[tuple[npt.NDArray[np.uint8], ...]]:
@@ -104,8 +111,8 @@ class Operations(Protocol):
 
     def begin_import(self, sequence: int, tokens: TokenArray, ahead: int, prefix: PrefixUse | None) -> int:
         """Take the blocks of a sequence that is to have ``tokens``, and of ``ahead`` tokens more, and a slot if the
-        model keeps states. Returns how many of the tokens the prefix cache has; `write_kv` brings the rest. Raises
-        `KvBlocksExhausted`."""
+        model keeps states. Returns how many of the tokens the prefix cache has, or are behind the window; `write_kv`
+        brings the rest. Raises `KvBlocksExhausted`."""
 
     def write_kv(self, sequence: int, start: int, end: int, layer: int, parts: Sequence[Any]) -> None:
         """Write the cache of the positions ``start .. end`` of an import: what `read_kv` returned of the layer."""

@@ -1,7 +1,11 @@
-"""Tokens of sequences that are fed again, because their recurrent states have gone back further than their lengths.
+"""Tokens of sequences that are fed again, because something has gone back further than their lengths.
 
-Their keys and values are in the cache, and stay: only the states advance. The pieces are forward passes of their own,
-between steps, so a long way back delays others by a pass at a time.
+The pieces are forward passes of their own, between steps, so a long way back delays others by a pass at a time. What
+they compute differs:
+
+- Recurrent states: keys and values are in the cache, and stay; only the states advance (`StateFeeding`).
+- Blocks behind a window (`kv.windows`): keys and values are computed again, into blocks of the sequence
+  (`WindowFeeding`).
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.attention.recurrent import STEP_TOKENS
@@ -18,6 +23,7 @@ from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.states import StatePiece, States
 from ferrum_rpc.errors import ExecutorError, KvBlocksExhausted
 from ferrum_rpc.kv.manager import KvManager
+from ferrum_rpc.kv.sequence import Reservation
 
 NO_ROWS: Final = OutputSpec(Positions.NONE)
 
@@ -108,6 +114,90 @@ class StateFeeding:
         step = self._states.store.begin([piece.span for piece, _ in pieces])
         self._compute.forward(spans, geometry._replace(slots=to_null_block), states=step)
         step.commit()
+
+
+class WindowFeeding:
+    """What brings the blocks of sequences in ``kv`` to where a span starts. ``stage`` is called before each forward
+    pass, and ``make_way`` before blocks are reserved for one; ``save_leaving``, then ``copy_blocks`` of `Reservation`,
+    before any block is written.
+    ``failed`` undoes the reservations of a pass, and turns its error into that of its callers. ``max_tokens``: of a
+    step, and so of a pass."""
+
+    def __init__(
+        self,
+        kv: KvManager,
+        compute: Compute,
+        *,
+        stage: Callable[[], object],
+        make_way: Callable[[], object],
+        save_leaving: Callable[[], object],
+        copy_blocks: Callable[[npt.NDArray[np.int64]], object],
+        failed: Callable[[Exception, Sequence[Reservation]], ExecutorError],
+        max_tokens: int,
+    ) -> None:
+        self._kv, self._compute = kv, compute
+        self._stage, self._make_way, self._failed = stage, make_way, failed
+        self._save_leaving, self._copy_blocks = save_leaving, copy_blocks
+        self._pass_tokens = min(max_tokens, PASS_TOKENS[compute.model.device.type])
+
+    def missing(self, span: Span) -> int:
+        """How many tokens must be fed again before ``span`` can run, at most. None for a fork whose parent has more
+        tokens, but not the blocks: it is refused when it is reserved, unless the prefix cache has them."""
+        sequence = _whose(span)
+        return 0 if sequence is None else self._kv.missing(sequence, span.start, fork=span.parent is not None)
+
+    def feed(self, spans: Sequence[Span]) -> bool:
+        """Feed, in one forward pass, pieces of what is missing before ``spans`` can run. False: nothing is missing now,
+        or no block is free for it; then a span will be refused. Raises `StepFailed` and `DeviceLost`; then more may be
+        missing, and nothing else changed. A sequence that several spans start from is brought to where the first one
+        does, forks before others."""
+        if not any(map(self.missing, spans)):
+            return False
+        first = dict[int, Span]()
+        for span in sorted(spans, key=lambda each: each.parent is None):
+            if (sequence := _whose(span)) is not None:
+                first.setdefault(sequence, span)
+        return self.feed_to({key: (each.start, each.adapter) for key, each in first.items() if self.missing(each)})
+
+    def feed_to(self, starts: dict[int, tuple[int, int]]) -> bool:
+        """As `feed`, up to a length of each sequence, with the number of its adapter."""
+        if not starts:
+            return False
+        kv, left, fed = self._kv, self._pass_tokens, list[tuple[Span, Reservation]]()
+        self._make_way()
+        try:
+            for sequence, (start, adapter) in starts.items():
+                first = kv.take_up(sequence, start)
+                count = min(start - first, PIECE_TOKENS, left)
+                if count < 1:
+                    continue
+                tokens = kv.tokens(sequence)[first : first + count].copy()
+                try:
+                    reserved = kv.reserve(sequence, first, count)
+                except KvBlocksExhausted:
+                    continue
+                fed.append((Span(sequence, tokens, first, NO_ROWS, adapter=adapter), reserved))
+                left -= count
+            if fed:
+                self._run(fed)
+        except Exception as error:
+            raise self._failed(error, [reserved for _, reserved in fed]) from error
+        for span, reserved in fed:
+            kv.commit(reserved, span.tokens, again=True)
+        kv.trim_spares()
+        return bool(fed) and any(kv.missing(sequence, start) for sequence, (start, _) in starts.items())
+
+    def _run(self, fed: Sequence[tuple[Span, Reservation]]) -> None:
+        """A pass of these pieces, whose blocks are reserved."""
+        self._save_leaving()
+        copies = [pair for _, reserved in fed for pair in reserved.copies]
+        if copies:
+            self._copy_blocks(np.array(copies, dtype=np.int64))
+        spans = [span for span, _ in fed]
+        starts, counts = [span.start for span in spans], [len(span.tokens) for span in spans]
+        tables = [reserved.table for _, reserved in fed]
+        self._stage()
+        self._compute.forward(spans, BatchGeometry.build(self._kv.block_size, starts, counts, tables))
 
 
 def _whose(span: Span) -> int | None:

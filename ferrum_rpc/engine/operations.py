@@ -257,6 +257,19 @@ class TorchRunner(StepRunner):
         with self._operation("export", stage="export"):
             return self._known_states.read(number, rows)
 
+    def feed_again(self, sequence: int, adapter: int) -> int:
+        with self._operation("export", stage="export"):
+            length, feeding = self.kv.length(sequence), self.window_feeding
+            if feeding is not None and feeding.feed_to({sequence: (length, adapter)}):
+                return self.kv.missing(sequence, length)
+            if self.kv.missing(sequence, length):
+                raise self.kv.refusal(sequence, length)
+            return 0
+
+    def held_from(self, sequence: int) -> int:
+        with self._operation("export", settle=False):
+            return self.kv.held_from(sequence)
+
     def read_kv(
         self, sequence: int, start: int, end: int, layers: Sequence[int]
     ) -> list[tuple[npt.NDArray[np.uint8], ...]]:
@@ -266,15 +279,15 @@ class TorchRunner(StepRunner):
 
     def begin_import(self, sequence: int, tokens: TokenArray, ahead: int, prefix: PrefixUse | None) -> int:
         with self._operation("import", stage="import"):
-            taken = self.kv.reserve(sequence, 0, len(tokens), create=True, ahead=ahead, prefix=prefix, prompt=tokens)
+            count, reserve = len(tokens), self.kv.reserve
+            taken = reserve(sequence, 0, count, True, ahead, prefix=prefix, prompt=tokens, brought=True)
             if self.states is not None:
                 try:
                     self.states.begin_import(sequence, taken.cached, taken.checkpoint)
                 except BaseException:
                     self.kv.rollback(taken)
                     raise
-            if self._tier is not None:
-                self._save_leaving()
+            self._save_leaving()
             self._imports[sequence] = taken, tokens
         return taken.cached
 

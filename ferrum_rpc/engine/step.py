@@ -48,12 +48,13 @@ from ferrum_rpc.core import (
     SpanResult,
     Step,
     StepResult,
+    TokenArray,
     named,
 )
 from ferrum_rpc.device import DEVICE_ERRORS
 from ferrum_rpc.engine.checkpoint_files import CheckpointFiles
 from ferrum_rpc.engine.compute import Compute, TokensBehind, clear_frames
-from ferrum_rpc.engine.feeding import NO_ROWS, StateFeeding
+from ferrum_rpc.engine.feeding import NO_ROWS, StateFeeding, WindowFeeding
 from ferrum_rpc.engine.grammars.constraints import Constraints
 from ferrum_rpc.engine.states import States
 from ferrum_rpc.errors import DeviceLost, ExecutorError, KvBlocksExhausted, StepFailed
@@ -127,10 +128,22 @@ class StepRunner:
     ) -> None:
         self.kv = kv
         self.states = states
-        self.feeding = None
+        self.feeding: StateFeeding | WindowFeeding | None = None
+        self.window_feeding: WindowFeeding | None = None
         if states is not None:
             kv.prefixes.has_checkpoint = states.has_checkpoint
             self.feeding = StateFeeding(states, kv, compute, self._before_forward, self._undone, max_tokens=max_tokens)
+        elif kv.has_window:
+            self.feeding = self.window_feeding = WindowFeeding(
+                kv,
+                compute,
+                stage=self._before_forward,
+                make_way=self._settle,
+                save_leaving=self._save_leaving,
+                copy_blocks=store.copy_blocks,
+                failed=self._undone,
+                max_tokens=max_tokens,
+            )
         self.store = store
         self.compute = compute
         self.depth = depth
@@ -288,9 +301,10 @@ class StepRunner:
                 return
         if pending.constrained:
             self._ask_for_next(pending)  # first: the masks are made while the host goes on
-        refused, late, reservations, commit = pending.refused, pending.late, pending.reservations, self.kv.commit
+        refused, late, reservations = pending.refused, pending.late, pending.reservations
+        commit: Callable[[Reservation, TokenArray], int] = self.kv.commit
         rows = iter(pending.rows)
-        states = self.states
+        states, windowed = self.states, self.window_feeding is not None
         if pending.states is not None:
             pending.states.commit([place for place, index in enumerate(reservations) if index in late])
         followed = bool(self._under_way) and self._under_way[0].behind is pending
@@ -311,6 +325,8 @@ class StepRunner:
             reservation = reservations[index]
             length = commit(reservation, span.tokens)
             again = 0 if states is None else states.commit(span.sequence, length)
+            if windowed:
+                again = self.kv.take_recomputed(span.sequence)
             outcomes.append(named(SpanResult, (length, next(rows), None, reservation.cached, again)))
             copied += len(reservation.copies)
             searched += reservation.searched
@@ -499,8 +515,7 @@ class StepRunner:
         try:
             if stage is not None:
                 stage("plan")
-            if self._tier is not None:
-                self._save_leaving()
+            self._save_leaving()
             geometry = BatchGeometry.build(self.kv.block_size, starts, lengths, tables)
             if overwritten:
                 pending.saved = self.store.save(np.concatenate(overwritten))
@@ -547,9 +562,8 @@ class StepRunner:
         return [span._replace(output=NO_ROWS) if span.sequence in late else span for span in spans]
 
     def _save_leaving(self) -> None:
-        """Save evicted blocks of the prefix cache, before any block is written."""
-        assert self._tier is not None  # noqa: S101 - the callers looked
-        if leaving := self.kv.prefixes.take_leaving():
+        """Save evicted blocks of the prefix cache in the second tier, if there is one, before any block is written."""
+        if self._tier is not None and (leaving := self.kv.prefixes.take_leaving()):
             self._tier.write(leaving, self.store.read_blocks)
             for _, key in leaving:
                 if key in self._tier:
@@ -559,9 +573,9 @@ class StepRunner:
         if self._stage is not None:
             self._stage("forward")
 
-    def _undone(self, error: Exception) -> ExecutorError:
-        """The error of a forward pass that nothing was reserved for."""
-        return self._failure(Pending(0.0, (), {}, {}), error)
+    def _undone(self, error: Exception, reserved: Sequence[Reservation] = ()) -> ExecutorError:
+        """The error of a forward pass of no step, after its reservations were undone."""
+        return self._failure(Pending(0.0, (), {}, dict(enumerate(reserved))), error)
 
     def _failure(self, pending: Pending, error: BaseException) -> ExecutorError:
         """Undo a reserved step, and return its callers' error. Raises errors that are not a failure of the step."""
@@ -589,7 +603,7 @@ class StepRunner:
             log.exception(
                 "step_failed",
                 sequences=len(pending.reservations),
-                tokens=sum(len(pending.spans[index].tokens) for index in pending.reservations),
+                tokens=sum(each.end - each.start for each in pending.reservations.values()),
                 action="rolled back, and its callers got the error; if it was memory, lower --max-batch-tokens",
             )
             answer = StepFailed(f"the forward pass failed ({type(error).__name__}); nothing changed")

@@ -12,7 +12,7 @@ import numpy as np
 
 from ferrum_rpc.kv.pool import NULL_BLOCK, BlockPool, CacheCorrupt
 from ferrum_rpc.kv.prefix import PrefixCache
-from ferrum_rpc.kv.sequence import SequenceBlocks
+from ferrum_rpc.kv.sequence import Reservation, SequenceBlocks
 from ferrum_rpc.kv.table import blocks_for
 from ferrum_rpc.prefix_hash import HASH_BYTES, chained
 
@@ -21,7 +21,7 @@ def check(pool: BlockPool, sequences: Mapping[int, SequenceBlocks], prefixes: Pr
     """Raise `CacheCorrupt` unless
 
     - every block is held as often as its reference count says, and free and held blocks partition the usable ones;
-    - no sequence holds a block twice, and none the null block;
+    - no sequence holds a block twice, and none the null block, but in place of blocks behind its window;
     - every table fits its sequence's length, or the open reservation on it;
     - spares, and all blocks that an open reservation writes, have one holder;
     - an idle sequence has the spares that it was promised;
@@ -31,7 +31,11 @@ def check(pool: BlockPool, sequences: Mapping[int, SequenceBlocks], prefixes: Pr
     holders = np.zeros(pool.num_blocks, dtype=np.int32)
     for sequence, state in sequences.items():
         _check_size(sequence, state, block_size)
-        held = state.table.view(len(state.table)).tolist() + state.spares
+        gone = state.gone if state.open is None else max(state.gone, _first_written(state.open, block_size))
+        table = state.table.view(len(state.table)).tolist()
+        held = [block for block in table[:gone] if block != NULL_BLOCK] + table[gone:] + state.spares
+        if any(table[: state.gone]):
+            raise CacheCorrupt(f"sequence {sequence} holds blocks behind its window: {table[: state.gone]}")
         if state.open is not None:
             held += [block for _, block in state.open.replaced]
         if len(set(held)) != len(held):
@@ -45,6 +49,10 @@ def check(pool: BlockPool, sequences: Mapping[int, SequenceBlocks], prefixes: Pr
         _check_published(sequence, state, prefixes, block_size)
 
 
+def _first_written(reservation: Reservation, block_size: int) -> int:
+    return (reservation.start + reservation.cached) // block_size
+
+
 def _check_size(sequence: int, state: SequenceBlocks, block_size: int) -> None:
     blocks = blocks_for(state.length, block_size)
     if state.open is not None:
@@ -56,7 +64,7 @@ def _check_size(sequence: int, state: SequenceBlocks, block_size: int) -> None:
 def _check_private(sequence: int, state: SequenceBlocks, pool: BlockPool, block_size: int) -> None:
     private = list(state.spares)
     if state.open is not None:
-        private += state.open.table[(state.open.start + state.open.cached) // block_size :].tolist()
+        private += state.open.table[_first_written(state.open, block_size) :].tolist()
     if state.next is not None:
         private += state.next.table[state.next.start // block_size :].tolist()
     for block in private:

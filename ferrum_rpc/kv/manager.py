@@ -21,6 +21,8 @@ holds it and no block is free for the copy, it is unpublished and written in pla
 Blocks promised to a sequence are not published before the promise ends, so that no other sequence can share them. Those
 that a fork published are withdrawn when the fork ends.
 
+If every layer of the model has a window, blocks behind it are given up (`kv.windows`).
+
 This file has integers only: no tensors, no handles, no wire. It belongs to the model thread; only `state` may be
 called from elsewhere. Paged blocks with reference counts and copy-on-write are from vLLM (Kwon et al., SOSP 2023).
 """
@@ -34,13 +36,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ferrum_rpc.core import CacheState, PrefixUse, TokenArray, TokenCounts
-from ferrum_rpc.errors import KvBlocksExhausted, TruncateBeyondLength
+from ferrum_rpc.errors import ExecutorError, KvBlocksExhausted, NotSupported, TruncateBeyondLength
 from ferrum_rpc.kv import audit
 from ferrum_rpc.kv.capacity import Capacity
-from ferrum_rpc.kv.pool import BlockPool, Int32Array
+from ferrum_rpc.kv.pool import NULL_BLOCK, BlockPool, Int32Array
 from ferrum_rpc.kv.prefix import PrefixCache, PrefixHit
 from ferrum_rpc.kv.sequence import NEVER, KvMisuse, Reservation, SequenceBlocks
 from ferrum_rpc.kv.table import BlockTable, blocks_for, slots_for
+from ferrum_rpc.kv.windows import Content, Window, Windows
 
 _NO_SLOTS: Final = np.zeros(0, dtype=np.int64)
 _NOTHING: Final = PrefixHit([])
@@ -51,6 +54,7 @@ class KvManager:
 
     ``num_blocks`` blocks of ``block_size`` tokens, block 0 being the null block that is never given out; ``order``
     permutes the others (`BlockPool`). ``fingerprint``: the model's, 32 bytes, for the prefix cache, ``prefixes``.
+    ``window``: the longest of the model's layers; None: a layer sees all tokens.
 
     Lengths and positions are in tokens. A call that raises has changed nothing. `KvMisuse` is raised for an unknown id,
     an id that exists already, an argument out of range, and a sequence whose reservation is open: it is pinned, and
@@ -58,7 +62,12 @@ class KvManager:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, order: Sequence[int] | None = None, fingerprint: bytes = bytes(32)
+        self,
+        num_blocks: int,
+        block_size: int,
+        order: Sequence[int] | None = None,
+        fingerprint: bytes = bytes(32),
+        window: Window | None = None,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, not {block_size}")
@@ -66,6 +75,7 @@ class KvManager:
         self._pool = BlockPool(num_blocks, order)
         self.prefixes = PrefixCache(self._pool, block_size, fingerprint)
         self._capacity = Capacity(self._pool, block_size, self.prefixes.withdraw)
+        self._windows = None if window is None else Windows(self._pool, self.prefixes, block_size, window)
         self._sequences: dict[int, SequenceBlocks] = {}
         self._sharing_ended = False  # since spares were trimmed last, perhaps
 
@@ -83,6 +93,7 @@ class KvManager:
         prefix: PrefixUse | None = None,
         prompt: TokenArray | None = None,
         keep: bool = True,
+        brought: bool = False,
     ) -> Reservation:
         """Prepare to write ``tokens`` (1 or more) tokens at the positions ``start ..`` of ``sequence``.
 
@@ -95,11 +106,18 @@ class KvManager:
         ``prefix``: how a new sequence uses the prefix cache (None: not at all); a fork does as its parent does.
         ``prompt``: the first of the tokens, those that need no row and may be found there: then only what follows is
         written (`Reservation.cached`). To ``keep`` what is published, blocks are copied that could be written in place,
-        as long as others are free (`Reservation.kept`).
+        as long as others are free (`Reservation.kept`). ``brought``: nothing is computed, all of the tokens come from
+        elsewhere, with what their last one needs of those before: the others count as found.
+
+        Raises `KvBlocksExhausted` too where tokens before ``start`` must be fed again (`missing`), and `NotSupported`
+        where no block is left of them.
         """
         state = self._made(sequence, parent, start, prefix) if create else self._idle(sequence)
-        if not 0 <= start <= state.length or tokens < 1 or ahead < 0 or hold < 0 or (ahead and not create):
+        if not 0 <= start <= state.known or tokens < 1 or ahead < 0 or hold < 0 or (ahead and not create):
             raise KvMisuse(f"{tokens} tokens at {start} of {state.length} (create={create}, ahead={ahead})")
+        windows = self._windows
+        if windows is not None and windows.lacks(state, start):
+            raise self.refusal(sequence, start)
         size, table, end = self.block_size, state.table, start + tokens
         whole, first = table.whole, start // size
         before = len(whole)
@@ -113,8 +131,11 @@ class KvManager:
             state.open = reservation = Reservation(sequence, start, end, read, overwritten)
             return reservation
         found, searched = _NOTHING, 0
-        if state.root is not None and prompt is not None and start == state.length and (create or not hold):
-            found, searched = self.prefixes.find(state, prompt), len(prompt)
+        needed = windows.first_needed(end) if brought and windows is not None else 0
+        if state.root is not None and prompt is not None and start == state.known and (create or not hold):
+            found, searched = self.prefixes.find(state, prompt, needed), len(prompt)
+        elif needed:
+            found = PrefixHit([NULL_BLOCK] * needed)
         try:
             state.open = opened = self._open(sequence, state, start, end, found, create, ahead, hold, keep)
         except KvBlocksExhausted:
@@ -130,6 +151,8 @@ class KvManager:
             if found.imported_from < state.imported_from:
                 opened.imported_before, state.imported_from = state.imported_from, found.imported_from
         if create:
+            if windows is not None and not start:
+                state.gone = next((place for place, block in enumerate(found.blocks) if block), len(found.blocks))
             self._capacity.begin(state, end, ahead)
             self._sequences[sequence] = state
         if hold:
@@ -150,7 +173,7 @@ class KvManager:
     ) -> Reservation:
         """Take the blocks of a reservation that needs any, all or none, and put them into the table."""
         size, table, pool = self.block_size, state.table, self._pool
-        found = cached.blocks
+        found = cached.blocks  # the null block for those that are not needed
         displaced: list[tuple[int, int]] = []
         idle = pool.free_blocks
         place = start // size
@@ -158,10 +181,10 @@ class KvManager:
             place, found = place + 1, found[1:]
         if found:  # the first of them perhaps in place of a block that is full in part
             displaced = [(place, block) for block in table.cut(place)]
-            pool.reuse(found)
             table.extend(found)
-        idle -= pool.free_blocks  # the found ones that had no other reference
         first, before, after = place + len(found), len(table), blocks_for(end, size)
+        pool.reuse(found := _held(found))
+        idle -= pool.free_blocks  # the found ones that had no other reference
         touched = [(index, table[index]) for index in range(first, min(before, after))]
         published = [each for each in touched if pool.has_one_holder(each[1])]
         replaced = [each for each in touched if not pool.is_writable(each[1]) and each not in published]
@@ -184,7 +207,7 @@ class KvManager:
         try:
             allocated = self._capacity.allocate(needed - spared + extra)
         except KvBlocksExhausted:
-            if found:
+            if first > place:
                 table.cut(place)
                 table.extend([block for _, block in displaced])
                 pool.release(found)
@@ -220,9 +243,10 @@ class KvManager:
             kept=kept,
         )
 
-    def commit(self, reservation: Reservation, tokens: TokenArray) -> int:
+    def commit(self, reservation: Reservation, tokens: TokenArray, *, again: bool = False) -> int:
         """``tokens`` were written: they are the sequence's now. Where they are fewer than were reserved, what was
-        written behind them is forgotten. Returns the new length."""
+        written behind them is forgotten. Returns the new length. ``again``: the sequence had them, and owes those that
+        follow."""
         state = self._sequences.get(reservation.sequence)
         if state is None or state.open is not reservation:
             state = self._opened(reservation)  # raises
@@ -232,20 +256,33 @@ class KvManager:
             raise KvMisuse(f"{len(tokens)} tokens for the positions {start} to {reservation.end}")
         state.history.write(start, tokens)
         state.open = None
+        lowest = start if start < state.known else end
+        if again:
+            lowest, state.recomputed = state.known, state.recomputed + len(tokens)
+        else:
+            state.owed_to = 0
         if start < before:
             self.prefixes.went_back(state, start)
         if reservation.end == end >= before and not reservation.replaced and not state.promised_tokens:
             state.length = end  # no block is given up
-            if end >= state.publish_at:
-                self.prefixes.publish(state)
+            self._grown(state)
             return end
         dropped = state.table.cut(blocks_for(end, self.block_size))
         self._pool.release([block for _, block in reservation.replaced] + dropped)
         self._sharing_ended |= bool(reservation.replaced or (dropped and state.shared))
-        self._capacity.resize(state, start if start < before else end, end)
-        if end >= state.publish_at:
-            self.prefixes.publish(state)
+        self._capacity.resize(state, lowest, end)
+        self._grown(state)
         return end
+
+    def _grown(self, state: SequenceBlocks) -> None:
+        """The sequence is longer, or less of it is promised: publish what is full, and give up what is behind its
+        window."""
+        if state.length >= state.publish_at:
+            self.prefixes.publish(state)
+        if self._windows is not None:
+            gone = state.gone
+            self._windows.drop(state)
+            self._sharing_ended |= state.gone > gone and bool(state.shared)
 
     def rollback(self, reservation: Reservation) -> None:
         """Nothing happened: table, references, spares and free list are as before `reserve`, or `reserve_next`.
@@ -313,24 +350,34 @@ class KvManager:
         if len(tokens) != end - reservation.start:
             raise KvMisuse(f"{len(tokens)} tokens for the positions {reservation.start} to {end}, which are followed")
         state.history.write(reservation.start, tokens)
-        state.open, state.next = state.next, None
+        state.open, state.next, state.owed_to = state.next, None, 0
         if reservation.replaced:
             self._pool.release([block for _, block in reservation.replaced])
             self._sharing_ended = True
         self._capacity.resize(state, end, end)
-        if end >= state.publish_at:
-            self.prefixes.publish(state)
+        self._grown(state)
         return end
 
     # --- between steps ----------------------------------------------------------------------------------------------
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Forget the tokens from ``length`` on and free the blocks beyond; spares stay. Never needs a block.
+        """Forget the tokens from ``length`` on and free the blocks beyond; spares stay. Never needs a block. What is
+        behind the window and gone is taken up as far as it can be found; the sequence owes the rest.
 
         Raises `TruncateBeyondLength` (``seq_len``) where that would be growth.
         """
         state = self._idle(sequence)
         self._check_within(state, length)
+        windows = self._windows
+        if windows is not None and windows.lacks(state, length):
+            if length < state.length:
+                self._take_up(state, windows.find(state, length), length)
+            else:
+                self._capacity.resize(state, length, state.length)
+            state.owed_to = length
+            self.trim_spares()
+            return
+        state.owed_to = 0
         dropped = state.table.cut(blocks_for(length, self.block_size))
         self._pool.release(dropped)
         self._sharing_ended |= bool(dropped and state.shared)
@@ -347,9 +394,13 @@ class KvManager:
         state = self._idle(parent)
         if child in self._sequences:
             raise KvMisuse(f"sequence {child} exists already")
-        at = state.length if at is None else at
+        at = state.known if at is None else at
         self._check_within(state, at)
+        if self._windows is not None and self._windows.lacks(state, at):
+            self._sequences[child] = self._fork_from_found(state, self._windows.find(state, at), at)
+            return
         shared = state.table.view(blocks_for(at, self.block_size))
+        gone = state.gone if self._windows is None else max(state.gone, self._windows.first_kept(at))
         forked = SequenceBlocks(
             BlockTable(shared),
             at,
@@ -362,12 +413,14 @@ class KvManager:
             adapter=state.adapter,
             caller=state.caller,
             imported_from=state.imported_from,
+            gone=gone,
         )
+        forked.table.clear(0, gone)
         self.prefixes.went_back(forked, at)
-        before = state.shared
+        before, shared = state.shared, shared[gone:]
         self._pool.acquire(shared)
         try:
-            state.shared = max(before, len(shared))
+            state.shared = max(before, forked.shared)
             self._capacity.keep(state)
         except KvBlocksExhausted:
             state.shared = before
@@ -390,15 +443,55 @@ class KvManager:
         if tokens < 0:
             raise KvMisuse(f"invalid capacity of {tokens} tokens")
         self._capacity.promise(state, tokens)
-        if state.length >= state.publish_at:
-            self.prefixes.publish(state)
+        self._grown(state)
 
     def end_hold(self, sequence: int) -> None:
         """Give back what was held (`reserve`) and not used; what was promised besides stays."""
         state = self._idle(sequence)
         self._capacity.end_hold(state)
-        if state.length >= state.publish_at:
-            self.prefixes.publish(state)
+        self._grown(state)
+
+    def missing(self, sequence: int, start: int, *, fork: bool = False) -> int:
+        """How many tokens of ``sequence`` must be fed again before a span of it can begin at ``start``: at most so
+        many, and exact once `take_up` was called. Of a ``fork``, as far as the sequence itself owes them."""
+        state = self._sequences.get(sequence)
+        if self._windows is None or state is None or state.open is not None or start > state.known:
+            return 0
+        if start > state.length:
+            return start - state.length
+        return max(1, start) if not fork and self._windows.lacks(state, start) else 0
+
+    def take_up(self, sequence: int, start: int) -> int:
+        """Have what the prefix cache still has of the tokens of ``sequence`` before ``start``, where a span is to begin
+        and something is `missing`. Returns the length of what it has now; it owes the rest of its tokens."""
+        state, windows = self._idle(sequence), self._windows
+        if windows is not None and windows.lacks(state, start):
+            content, known = windows.find(state, start), state.known
+            if content.length != state.length:
+                self._take_up(state, content, known)
+                state.owed_to = known
+        return state.length
+
+    def refusal(self, sequence: int, start: int) -> ExecutorError:
+        """Of a span that begins at ``start``, or what reads so many tokens, when something is `missing` and cannot be
+        fed again."""
+        state = self._known(sequence)
+        if start > state.length:
+            free = self._pool.free_blocks
+            return KvBlocksExhausted(
+                f"{start - state.length} tokens must be fed again first, and no block is free for that",
+                metadata={"needed_blocks": free + 1, "free_blocks": free},
+            )
+        return NotSupported(
+            f"the blocks that the position {start} needs are gone, and other items of the call use the sequence too, "
+            "or fork it there: cut it back, or fork it (ForkKv), in a call before"
+        )
+
+    def take_recomputed(self, sequence: int) -> int:
+        """How many tokens of ``sequence`` were fed again since this was asked last."""
+        state = self._known(sequence)
+        recomputed, state.recomputed = state.recomputed, 0
+        return recomputed
 
     def release(self, sequence: int, *, publish: bool = True) -> None:
         """Forget the sequence. Free what only it held, and spares of others for blocks that are shared no more. Not to
@@ -409,7 +502,7 @@ class KvManager:
         state.promised_tokens = 0
         if publish and state.length >= state.publish_at:
             self.prefixes.publish(state)
-        self._pool.release(state.table.cut(0) + state.spares)
+        self._pool.release(_held(state.table.cut(0)) + state.spares)
         self._sharing_ended |= bool(state.shared)
         self.trim_spares()
 
@@ -485,6 +578,15 @@ class KvManager:
 
     # --- looking ----------------------------------------------------------------------------------------------------
 
+    @property
+    def has_window(self) -> bool:
+        """Whether blocks behind a window are given up, so that tokens may have to be fed again."""
+        return self._windows is not None
+
+    def held_from(self, sequence: int) -> int:
+        """The first position of ``sequence`` whose block it has: those before it are behind its window."""
+        return self._known(sequence).gone * self.block_size
+
     def imported_from(self, sequence: int) -> int | None:
         """The position from which on the content of ``sequence`` was imported, or computed from what was; None: none
         was."""
@@ -502,14 +604,14 @@ class KvManager:
         return self._known(sequence).publish_at != NEVER
 
     def length(self, sequence: int) -> int:
-        """Committed tokens of ``sequence``."""
-        return self._known(sequence).length
+        """Committed tokens of ``sequence``, with those that must be fed again."""
+        return self._known(sequence).known
 
     def tokens(self, sequence: int) -> TokenArray:
         """Committed token ids of ``sequence``, and those of an open reservation that the prefix cache has, int32
         [length]: a view, valid until the next commit."""
         state = self._known(sequence)
-        return state.history.upto(state.length + (0 if state.open is None else state.open.cached))
+        return state.history.upto(state.known + (0 if state.open is None else state.open.cached))
 
     def counts(self, sequence: int, length: int, counted_from: int, fed: TokenArray) -> TokenCounts:
         """How often tokens occur among the first ``length`` of ``sequence``, as `tokens` has them, and the tokens
@@ -570,6 +672,58 @@ class KvManager:
             raise KvMisuse(f"this reservation of sequence {reservation.sequence} was closed before")
         return state
 
+    def _take_up(self, state: SequenceBlocks, content: Content, lowest: int) -> None:
+        """The sequence has this content now, of its own tokens, in place of what it had. ``lowest``: the length that it
+        goes back to."""
+        had, has = _held(state.table.cut(0)), _held(content.blocks)
+        own = set(had)
+        self._pool.reuse([block for block in has if block not in own])
+        own.difference_update(has)
+        self._pool.release([block for block in had if block in own])
+        self._begin_with(state, content)
+        self._capacity.resize(state, lowest, content.length)
+        self._sharing_ended = True
+
+    def _begin_with(self, state: SequenceBlocks, content: Content) -> None:
+        """``state``, whose table is empty, has references to the blocks of this content."""
+        state.table.extend(content.blocks)
+        state.gone = len(content.blocks) - len(_held(content.blocks))
+        state.length, state.shared = content.length, len(content.blocks)
+        self.prefixes.went_back(state, content.length)
+        state.imported_from = min(state.imported_from, content.imported_from)
+
+    def _fork_from_found(self, parent: SequenceBlocks, content: Content, at: int) -> SequenceBlocks:
+        """A fork of the first ``at`` tokens of ``parent``, which has this content of them. What it lacks is fed again
+        for it alone. Raises as `fork` does."""
+        forked = SequenceBlocks(
+            BlockTable(),
+            history=parent.history.fork(at),
+            root=parent.root,
+            chain=parent.chain,
+            chained=parent.chained,
+            publish_at=parent.publish_at,
+            adapter=parent.adapter,
+            caller=parent.caller,
+            imported_from=parent.imported_from,
+            owed_to=at,
+        )
+        own = set(_held(parent.table.whole.tolist()))
+        has = _held(content.blocks)
+        of_parent = [block for block in has if block in own]
+        self._pool.acquire(np.array(of_parent, np.int32))
+        self._pool.reuse([block for block in has if block not in own])
+        before = parent.shared
+        try:
+            if of_parent:
+                parent.shared = max(before, len(content.blocks))
+                self._capacity.keep(parent)
+        except KvBlocksExhausted:
+            parent.shared = before
+            self._pool.release(has)
+            raise
+        self._begin_with(forked, content)
+        return forked
+
     def _made(self, sequence: int, parent: int | None, length: int, prefix: PrefixUse | None) -> SequenceBlocks:
         """A new sequence, of the first tokens of ``parent`` where one is named; without, it is not there yet."""
         if sequence in self._sequences:
@@ -580,12 +734,21 @@ class KvManager:
                 self.prefixes.begin(state, prefix)
             return state
         self.fork(parent, sequence, length)
-        return self._sequences[sequence]
+        state = self._sequences[sequence]
+        if state.length < length:
+            self.release(sequence, publish=False)
+            raise self.refusal(parent, length)
+        return state
 
     @staticmethod
     def _check_within(state: SequenceBlocks, length: int) -> None:
         if length < 0:
             raise KvMisuse(f"invalid length {length}")
-        if length > state.length:
-            message = f"the sequence has {state.length} tokens, fewer than {length}"
-            raise TruncateBeyondLength(message, metadata={"seq_len": state.length})
+        if length > state.known:
+            message = f"the sequence has {state.known} tokens, fewer than {length}"
+            raise TruncateBeyondLength(message, metadata={"seq_len": state.known})
+
+
+def _held(blocks: Sequence[int]) -> list[int]:
+    """The ``blocks`` of a table without those that are gone."""
+    return [block for block in blocks if block != NULL_BLOCK]

@@ -129,6 +129,8 @@ class BlockPool:
 
     def reuse(self, blocks: Sequence[int]) -> None:
         """One more reference to each of ``blocks``, which are kept and differ from one another."""
+        if not blocks:
+            return
         if not self._kept[blocks].all():
             raise CacheCorrupt(f"a block was to be used again that is not kept: one of {[*blocks]}")
         for block in blocks:

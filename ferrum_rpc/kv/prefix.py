@@ -23,7 +23,7 @@ from typing import Final, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from ferrum_rpc.core import BlockChange, PrefixUse, TokenArray
-from ferrum_rpc.kv.pool import BlockPool, Int32Array
+from ferrum_rpc.kv.pool import NULL_BLOCK, BlockPool, Int32Array
 from ferrum_rpc.kv.sequence import NEVER, KvMisuse, SequenceBlocks
 from ferrum_rpc.prefix_hash import HASH_BYTES, chained, root_of
 
@@ -64,7 +64,8 @@ class PrefixCache:
     and the caller's digest. ``evicted`` blocks were given away, after ``evicted_s`` seconds here in all; with a
     ``tier`` they wait in ``leaving``, with their keys, until they are saved: before anything is written. ``changed``
     is another number whenever something was published, or is no more. ``has_checkpoint``: whether there are states
-    behind a block, by its key; None: the model keeps none."""
+    behind a block, by its key; None: the model keeps none. ``first_kept``: from which block on a prompt of a length is
+    needed, where every layer has a window; None: all of it is."""
 
     def __init__(self, pool: BlockPool, block_size: int, fingerprint: bytes) -> None:
         self._pool = pool
@@ -79,6 +80,7 @@ class PrefixCache:
         self.leaving: list[tuple[int, bytes]] = []
         self.changed = 0
         self.has_checkpoint: Callable[[bytes], bool] | None = None
+        self.first_kept: Callable[[int], int] | None = None
         self._since = [0.0] * pool.num_blocks
         self.evicted = 0
         self.evicted_s = 0.0
@@ -97,9 +99,12 @@ class PrefixCache:
                 raise KvMisuse("imported content needs a caller: it would be published for everybody")
             state.imported_from = use.imported_from
 
-    def find(self, state: SequenceBlocks, prompt: TokenArray) -> PrefixHit:
+    def find(self, state: SequenceBlocks, prompt: TokenArray, needed: int = 0) -> PrefixHit:
         """The published blocks of ``prompt`` behind the sequence's tokens, the block in which those end among them.
-        Memory only: what the tier has, `fetch` has published before. For a sequence that uses the cache."""
+        Memory only: what the tier has, `fetch` has published before. For a sequence that uses the cache. ``needed``:
+        the first block that is; those before count as found."""
+        if self.first_kept is not None:
+            return self._find_window(state, prompt, self.first_kept, needed)
         found, imported_from = list[int](), NEVER
         checkpoint, usable, first = b"", 0, state.length // self._size
         _, hashes = self._hashes_behind(state, state.length, prompt)
@@ -118,6 +123,43 @@ class PrefixCache:
             return PrefixHit(found, imported_from)
         known, end = (first + len(found)) * self._size, (first + usable) * self._size
         return PrefixHit(found[:usable], imported_from if imported_from < end else NEVER, known, checkpoint)
+
+    def _find_window(
+        self, state: SequenceBlocks, prompt: TokenArray, first_kept: Callable[[int], int], needed: int
+    ) -> PrefixHit:
+        """As `find`, where every layer has a window. A hit needs the blocks from `first_kept` on, and not those before,
+        which were given up first and so are evicted first: they are the null block. A sequence that was promised
+        blocks skips none, because it may go back into them."""
+        found, imported_from, usable = list[int](), NEVER, 0
+        size, first, since = self._size, state.length // self._size, state.gone
+        _, hashes = self._hashes_behind(state, state.length, prompt)
+        for place, hashed in enumerate(hashes, first):
+            if place < needed:
+                found.append(NULL_BLOCK)
+                usable = len(found)
+                continue
+            there = self.block_of(hashed, state.caller)
+            if there is None:
+                if state.promised_tokens:
+                    break
+                since = place + 1
+                found.append(NULL_BLOCK)
+                continue
+            block, own = there
+            if own and imported_from == NEVER:
+                imported_from = place * size
+            found.append(block)
+            if since <= max(needed, first_kept((place + 1) * size)):
+                usable = len(found)
+        end = (first + usable) * size
+        skipped = needed if state.promised_tokens else max(needed, min(first_kept(end) - first, usable))
+        blocks = [NULL_BLOCK] * skipped + found[skipped:usable]
+        return PrefixHit(blocks, imported_from if imported_from < end else NEVER)
+
+    def block_of(self, hashed: bytes, caller: bytes) -> tuple[int, bool] | None:
+        """The block of a hash that a caller may find, and whether it is for this one alone."""
+        key, block = _first_of(self._blocks.get, hashed, caller)
+        return None if block is None else (block, key is not hashed)
 
     def key_at(self, state: SequenceBlocks, length: int) -> bytes:
         """The key of what the first ``length`` tokens of a sequence that uses the cache leave: a whole number of
@@ -192,12 +234,13 @@ class PrefixCache:
         there."""
         size = self._size
         blocks_for_all = state.imported_from // size
-        blocks = (state.promised_from if state.promised_tokens else state.length) // size
+        blocks = state.unpromised // size
         added = []
         for hashed in chained(state.chain, state.history.upto(blocks * size)[state.chained * size :], size):
             block = state.table[state.chained]
             key = hashed if state.chained < blocks_for_all else hashed + state.caller
-            if hashed not in self._blocks and block not in self._keys and (key is hashed or key not in self._blocks):
+            there = block == NULL_BLOCK or block in self._keys or hashed in self._blocks
+            if not there and (key is hashed or key not in self._blocks):
                 added.append((block, key, state.chain if state.chained else b""))
             state.chain, state.chained = hashed, state.chained + 1
         if added:

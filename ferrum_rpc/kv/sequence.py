@@ -84,6 +84,10 @@ class SequenceBlocks:
     hash of the first ``chained`` blocks, which were published. From ``publish_at`` tokens on there are more to publish.
     ``adapter``: what they are computed with, by name. ``caller``: the digest of its caller's name. From the position
     ``imported_from`` on its content was imported, or computed from what was: it is published for this caller alone.
+
+    Where the model has a window (`kv.windows`), the first ``gone`` entries of the table are the null block. If
+    ``owed_to`` is above ``length``, the sequence has as many tokens, and the last of them must be fed again;
+    ``recomputed`` were, since it was used last.
     """
 
     table: BlockTable = field(default_factory=BlockTable)
@@ -101,9 +105,22 @@ class SequenceBlocks:
     adapter: str = ""
     caller: bytes = b""
     imported_from: int = NEVER
+    gone: int = 0
+    owed_to: int = 0
+    recomputed: int = 0
     open: Reservation | None = None
     next: Reservation | None = None
     """The reservation of one more token behind the open one (`KvManager.reserve_next`)."""
+
+    @property
+    def known(self) -> int:
+        """The tokens that it has, with those that must be fed again."""
+        return max(self.length, self.owed_to)
+
+    @property
+    def unpromised(self) -> int:
+        """The length up to which no promise covers writes."""
+        return min(self.length, self.promised_from) if self.promised_tokens else self.length
 
     @property
     def promised_end(self) -> int:

@@ -66,7 +66,8 @@ class KvStore:
     without pairs [layers, 1, num_blocks, ...], and both are the same view.
 
     The memory is not initialised: on a CPU its pages are touched when they are first written, so that a large pool
-    costs nothing until it is used. Nothing may read a slot that was not written.
+    costs nothing until it is used. Nothing may read a slot that was not written, but those of the null block, which are
+    zero at first: kernels that read whole tiles of keys may read them behind a window, and give them no weight.
     """
 
     def __init__(self, layers: Sequence[CacheSpec], num_blocks: int, block_size: int, device: torch.device) -> None:
@@ -82,6 +83,8 @@ class KvStore:
             for spec, count in Counter(layers).items()
         }
         self.buffers = tuple(by_spec.values())
+        for buffer in self.buffers:
+            buffer[:, :, 0] = 0
         self._slots = [buffer.flatten(2, 3) for buffer in self.buffers]
         unused = {spec: iter(buffer) for spec, buffer in by_spec.items()}
         self._parts: list[Tensor] = [next(unused[spec]) for spec in layers]

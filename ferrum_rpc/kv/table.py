@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ferrum_rpc.kv.pool import Int32Array
+from ferrum_rpc.kv.pool import NULL_BLOCK, Int32Array
 
 _SMALLEST = 8
 
@@ -67,6 +67,12 @@ class BlockTable:
         self.make_room(size)
         self._entries[self._size : size] = blocks
         self._size, self._whole = size, None
+
+    def clear(self, first: int, last: int) -> list[int]:
+        """Set the entries ``first .. last`` to the null block, and return what they were."""
+        cleared: list[int] = self._entries[first:last].tolist()
+        self._entries[first:last] = NULL_BLOCK
+        return cleared
 
     def cut(self, count: int) -> list[int]:
         """Drop the entries from ``count`` on and return them; none where there are no more than ``count``."""

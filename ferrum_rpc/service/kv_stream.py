@@ -107,6 +107,16 @@ class KvStream:
         if self.foreign:
             self.record.touch()
 
+    async def _first_held(self, sequence: int, adapter: Adapter | None) -> int:
+        """The first token whose cache can be read. What the sequence lacks of it is fed again first, a piece at a
+        time."""
+        if self._layout.states is not None or self._state.device.free_truncation_tokens is None:
+            return 0
+        number = 0 if adapter is None else adapter.number
+        while await self._ask(Command(Operations.feed_again, sequence, number)):
+            pass
+        return await self._ask(Command(Operations.held_from, sequence))
+
     async def _rows(self, held: int, size: int) -> list[StateRows]:
         """What moves of the states that are held under this number, besides the chunks of ``size`` tokens."""
         if self._layout.states is None:

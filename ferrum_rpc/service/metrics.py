@@ -112,7 +112,7 @@ class Metrics(Collector):
         )
         yield _counter("cached_tokens", "Of the searched tokens, those found and not computed.", engine.cached_tokens)
         yield _counter(
-            "recomputed_tokens", "Tokens fed again, because states had gone back too far.", engine.recomputed_tokens
+            "recomputed_tokens", "Tokens fed again, because a sequence had gone back too far.", engine.recomputed_tokens
         )
         yield _counter("rows", "Rows that steps returned.", engine.rows)
         yield _counter("blocks_copied", "Blocks copied because they were shared.", engine.blocks_copied)

@@ -180,12 +180,14 @@ class Park(KvStream):
         tokens = await self._ask(Command(Operations.token_ids, record.sequence))
         imported_from = await self._ask(Command(Operations.imported_from, record.sequence))
         self._check()
+        begin = await self._first_held(record.sequence, record.adapter)
+        self._check()
         first = pb.ExportKvResponse(layout=layout.to_proto(tokens, block_size)).SerializeToString()
         starts: dict[int, int] = {}
         try:
             with closing(await asyncio.to_thread(self._state.parked.create, path)) as file:
                 await asyncio.to_thread(file.append, [first])
-                async for start, frames in self._frames(0, record.length, size, held, rows):
+                async for start, frames in self._frames(begin, record.length, size, held, rows):
                     self._check()
                     starts.setdefault(start, file.tell())
                     await asyncio.to_thread(file.append, frames)

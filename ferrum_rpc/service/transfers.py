@@ -53,6 +53,7 @@ class Export(KvStream):
     direction: ClassVar[Direction] = Direction.EXPORT
     _closed = False
     _staging: StagedChunks | None = None
+    _adapter: Adapter | None = None
 
     def __init__(self, state: ServerState, account: Account, layout: CacheLayout) -> None:
         super().__init__(state, layout)
@@ -78,12 +79,13 @@ class Export(KvStream):
             )
         tokens = await self._ask(Command(Operations.token_ids, self.record.sequence))
         rows = await self._rows(self.record.sequence, size)
+        held = length if request.layout_only else await self._first_held(self.record.sequence, self._adapter)
         yield pb.ExportKvResponse(layout=self._layout.to_proto(tokens, state.engine.cache.block_size))
         if request.layout_only:
             return
         if self._staging is not None:
             yield pb.ExportKvResponse(source=self._staging.source)
-        async for _, frames in self._frames(first, length, size, self.record.sequence, rows, self._staging):
+        async for _, frames in self._frames(max(first, held), length, size, self.record.sequence, rows, self._staging):
             for frame in frames:
                 yield frame
         state.counters.sequences_exported += first < length
@@ -105,7 +107,7 @@ class Export(KvStream):
         record.touch()
 
         def commit() -> Handles:
-            self._layout = layout_of(state, source.adapter)
+            self._layout, self._adapter = layout_of(state, source.adapter), source.adapter
             state.unnamed[record] = None
             if self._closed:
                 self.close()

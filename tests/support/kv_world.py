@@ -25,6 +25,7 @@ from ferrum_rpc.errors import KvBlocksExhausted
 from ferrum_rpc.kv.manager import KvManager
 from ferrum_rpc.kv.sequence import Reservation
 from ferrum_rpc.kv.table import slots_for
+from ferrum_rpc.kv.windows import Window
 from tests.support.inside import free_list, idle_blocks, kept_blocks, pool_of, references, sequences, table_of
 
 GARBAGE = -1
@@ -85,8 +86,9 @@ class World:
         alphabet: int | None = None,
         *,
         tier: bool = False,
+        window: Window | None = None,
     ) -> None:
-        self.kv = KvManager(num_blocks, block_size, order)
+        self.kv = KvManager(num_blocks, block_size, order, window=window)
         self.tier = DictTier() if tier else None
         if self.tier is not None:
             self.kv.prefixes.tier = self.tier
@@ -294,14 +296,7 @@ class World:
     def check(self, pinned: set[int] | frozenset[int] = frozenset()) -> None:
         """The books add up, free slots are garbage, and every sequence that is not ``pinned`` reads as it should."""
         self.kv.check()
-        leaving = {block for block, _ in self.kv.prefixes.leaving}  # nobody has saved them yet, or written there
-        for block in set(free_list(pool_of(self.kv))) - leaving:
-            self.content[self.block_slots(block)] = GARBAGE
-        if not pinned:
-            unowned = ~owned_slots(self.kv)
-            for block in leaving:
-                unowned[self.block_slots(block)] = False
-            self.content[unowned] = GARBAGE
+        self._spoil(pinned)
         for sequence, tokens in self.tokens.items():
             if sequence in pinned:
                 continue
@@ -310,6 +305,17 @@ class World:
             found = self._read(np.array(self.blocks(sequence), dtype=np.int32), len(tokens))
             assert found == self.contents[sequence]
             self._check_allowed(sequence, tokens, found)
+
+    def _spoil(self, pinned: set[int] | frozenset[int]) -> None:
+        """Fill what nobody has with garbage."""
+        leaving = {block for block, _ in self.kv.prefixes.leaving}  # nobody has saved them yet, or written there
+        for block in set(free_list(pool_of(self.kv))) - leaving:
+            self.content[self.block_slots(block)] = GARBAGE
+        if not pinned:
+            unowned = ~owned_slots(self.kv)
+            for block in leaving:
+                unowned[self.block_slots(block)] = False
+            self.content[unowned] = GARBAGE
 
     def _check_allowed(self, sequence: int, tokens: list[int], content: list[int]) -> None:
         """All of it was made for these tokens, here or by the sequence's own caller."""
@@ -356,6 +362,8 @@ def everything(kv: KvManager, *, ordered: bool = True) -> dict[str, object]:
                 state.imported_from,
                 state.promised_from,
                 state.promised_tokens,
+                state.gone,
+                state.owed_to,
                 state.open is None,
             )
             for sequence, state in sequences(kv).items()

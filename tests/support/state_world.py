@@ -67,10 +67,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """By name, what is said of a model; the name begins with its family. All experts compute every row, for rounding may
 send one to another expert."""
 
+WINDOWS: dict[str, dict[str, Any]] = {"mistral": {"sliding_window": 10}}
+"""The same, of models whose layers all have a window."""
+
 
 @cache
 def reference(family: str) -> Any:
-    return make_model(family.partition(",")[0], **FAMILIES[family])
+    return make_model(family.partition(",")[0], **(FAMILIES | WINDOWS)[family])
 
 
 @cache
@@ -103,10 +106,12 @@ class World:
     """A runner of ``family``, and the tokens that each sequence ``has``, but for ``lies``: sequences of forged
     content. Several ranks are threads; then `close` it."""
 
+    refusals: tuple[type[ExecutorError], ...] = (KvBlocksExhausted,)
+
     def __init__(
         self,
         folder: Any,
-        slots: int = SLOTS,
+        slots: int | None = SLOTS,
         dtype: str = "float32",
         blocks: int = 200,
         size: int = SIZE,
@@ -194,7 +199,7 @@ class World:
         before = dict(self.has)
         for span, outcome in zip(spans, outcomes, strict=True):
             if isinstance(outcome, ExecutorError):
-                assert isinstance(outcome, KvBlocksExhausted), outcome
+                assert isinstance(outcome, self.refusals), outcome
                 continue
             old = before[span.parent] if span.parent is not None else before.get(span.sequence, ())
             history = (*old[: span.start], *span.tokens.tolist())

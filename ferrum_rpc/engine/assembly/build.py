@@ -69,6 +69,7 @@ from ferrum_rpc.install import install
 from ferrum_rpc.kv.manager import KvManager
 from ferrum_rpc.kv.store import KvStore
 from ferrum_rpc.kv.tiers import BlockFiles
+from ferrum_rpc.kv.windows import Window
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.lora import AdaptableModel, Loras
 from ferrum_rpc.native import library
@@ -150,7 +151,7 @@ def _assemble(
     loras, adapters = None, None
     if config.adapter_dir is not None:
         loras, adapters = _adapters(config, model, info.fingerprint, reasons, sharing)
-    kv = KvManager(blocks + 1, config.block_size, config.block_order, info.fingerprint)
+    kv = KvManager(blocks + 1, config.block_size, config.block_order, info.fingerprint, _window(choices, reasons))
     states = None
     if slots is not None and info.states is not None:
         images = SlotImages(info.states)
@@ -196,7 +197,7 @@ def _assemble(
             attention_backend=choices.attention[0],
             choices=tuple(reasons),
             exact_span_tokens=compute.exact_span_tokens,
-            free_truncation_tokens=None if states is None else STEP_TOKENS,
+            free_truncation_tokens=STEP_TOKENS if states is not None or kv.has_window else None,
             checkpoint_tokens=0 if states is None else states.checkpoint_tokens,
         ),
         stage=stage,
@@ -208,6 +209,19 @@ def _assemble(
         states=states,
         max_tokens=largest.tokens,
     )
+
+
+def _window(choices: Choices, reasons: Reasons) -> Window | None:
+    """The longest window of all layers, if each of them has one and sequences can be longer."""
+    facts = choices.facts
+    windows = [each.window for each in facts.all_layers if each.window is not None]
+    if not windows or facts.all_recurrent or len(windows) < len(facts.all_layers):
+        return None
+    window = Window(max(windows), STEP_TOKENS)
+    if sum(window) > choices.max_context:
+        return None
+    reasons.append((f"kv_window={window.tokens}", "every layer has a window; blocks behind it are given up"))
+    return window
 
 
 def _grammars(choices: Choices, info: ModelInfo, reasons: Reasons) -> tuple[ModelInfo, GrammarPool | None]:

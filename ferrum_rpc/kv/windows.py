@@ -1,0 +1,105 @@
+"""Blocks behind a sliding window: which a sequence still needs, and what it can be continued with when they are gone.
+
+If every layer has a window, no later token attends to what lies behind the longest of them. A sequence then gives up
+the blocks that lie behind it: those that are published go to the prefix cache, where they are found until their place
+is needed. The first entries of its table are the null block, ``SequenceBlocks.gone`` of them. A few tokens more than a
+window are kept, so that a short way back costs nothing.
+
+A sequence that goes back further takes up what the prefix cache still has of its tokens. If a whole window before the
+new length is not there, it goes back to the last place that has one, or to its beginning, and owes the tokens between
+(``SequenceBlocks.owed_to``): they are fed again before it is used (`engine.feeding`).
+
+What makes a place usable is the same for a sequence that goes back and for a prompt that is looked up
+(`PrefixCache.find`): the blocks of one window before it, and not those before them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ferrum_rpc.kv.pool import NULL_BLOCK, BlockPool
+from ferrum_rpc.kv.prefix import PrefixCache
+from ferrum_rpc.kv.sequence import NEVER, SequenceBlocks
+from ferrum_rpc.kv.table import blocks_for
+from ferrum_rpc.prefix_hash import chained
+
+
+class Window(NamedTuple):
+    """A query sees the last ``tokens`` positions, its own among them, in the layer that sees most. To go back by up to
+    ``free`` tokens of the last step costs nothing."""
+
+    tokens: int
+    free: int
+
+
+class Content(NamedTuple):
+    """What can be had of the first tokens of a sequence: the ``blocks`` of ``length`` of them, the null block for each
+    that is not needed. From the position ``imported_from`` on, what the prefix cache has of them was imported."""
+
+    length: int
+    blocks: list[int]
+    imported_from: int
+
+
+class Windows:
+    """The blocks that sequences need of ``pool``, of ``size`` tokens each, where every layer has a window."""
+
+    def __init__(self, pool: BlockPool, prefixes: PrefixCache, size: int, window: Window) -> None:
+        self._pool, self._prefixes, self._size = pool, prefixes, size
+        self._seen, self._free = window.tokens - 1, window.free
+        prefixes.first_kept = self.first_kept
+
+    def first_needed(self, length: int) -> int:
+        """The first block that a token at the position ``length`` attends to."""
+        return max(0, length - self._seen) // self._size
+
+    def first_kept(self, length: int) -> int:
+        """The first block that a sequence of ``length`` tokens keeps, and that a prompt of as many needs to be
+        found."""
+        return max(0, length - self._seen - self._free) // self._size
+
+    def lacks(self, state: SequenceBlocks, length: int) -> bool:
+        """Whether the sequence lacks anything that a token at the position ``length`` attends to."""
+        return length > state.length or self.first_needed(length) < state.gone
+
+    def drop(self, state: SequenceBlocks) -> None:
+        """Give up what lies behind the window. What a promise covers stays: the sequence may go back there."""
+        gone = self.first_kept(state.unpromised)
+        if gone <= state.gone:
+            return
+        blocks = state.table.clear(state.gone, gone)
+        state.gone = gone
+        self._pool.release([block for block in blocks if block != NULL_BLOCK])
+
+    def find(self, state: SequenceBlocks, length: int) -> Content:
+        """The most that the sequence and the prefix cache have of the first ``length`` tokens of ``state``. The block
+        in which those end may have more of the sequence's tokens."""
+        size, table = self._size, state.table
+        last, own_end = blocks_for(length, size), len(table)
+        hashes = (
+            chained(state.root, state.history.upto(min(state.known, last * size)), size) if state.root else iter(())
+        )
+        blocks, since, usable, first = list[int](), 0, 0, 0
+        imported = list[int]()
+        for place in range(last):
+            hashed, end = next(hashes, None), min(length, (place + 1) * size)
+            block = NULL_BLOCK
+            if state.gone <= place < own_end and state.length >= end:
+                block = table[place]
+            elif hashed is not None:
+                found = self._prefixes.block_of(hashed, state.caller)
+                if found is not None:
+                    block, own = found
+                    imported += [place] if own else []
+            if block == NULL_BLOCK and state.gone <= place < own_end:
+                block, end = table[place], state.length  # it is full in part
+            blocks.append(block)
+            if block == NULL_BLOCK:
+                since = place + 1
+            elif since <= self.first_needed(end):
+                usable, first = end, max(since, self.first_kept(end))
+            if end < min(length, (place + 1) * size):
+                since = place + 1
+        blocks = [NULL_BLOCK] * first + blocks[first : blocks_for(usable, size)]
+        from_others = [place * size for place in imported if first <= place < len(blocks)]
+        return Content(usable, blocks, min(from_others, default=NEVER))

@@ -1,0 +1,113 @@
+"""A model whose layers all have a window through the client, against a real executor: rows are those of `transformers`
+behind a truncation to any length, on a fork, and after a move; and memory is that of a window."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+
+from ferrum_rpc.client import CacheMode, ExecutorClient, FullLogits, OutputSpec, Positions
+from ferrum_rpc.config import ModelSettings
+from tests.support.checkpoints import make_checkpoint, make_model
+from tests.support.clients import BOTH_WAYS
+from tests.support.serving import Served, serve_model
+
+SHAPE = {"sliding_window": 10}
+BLOCK, FREE = 4, 32
+LAST = OutputSpec(Positions.LAST, FullLogits())
+PROMPT = np.random.default_rng(3).integers(0, 300, 200).tolist()
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> ModelSettings:
+    folder = make_checkpoint(tmp_path_factory.mktemp("mistral"), "mistral", **SHAPE)
+    cache: dict[str, Any] = {"block_size": BLOCK, "kv_blocks": 200}
+    return ModelSettings(str(folder), device="cpu", dtype="float32", **cache)
+
+
+@pytest_asyncio.fixture
+async def served(config: ModelSettings, tmp_path: Path) -> AsyncIterator[Served]:
+    async with serve_model(config, park_dir=tmp_path / "parked") as served:
+        yield served
+
+
+def near(rows: np.ndarray, history: list[int]) -> bool:
+    """Whether ``rows`` are the last ones of ``history``."""
+    with torch.inference_mode():
+        wanted = make_model("mistral", **SHAPE)(torch.tensor([history])).logits[0].float().numpy()
+    return bool(np.abs(rows - wanted[len(history) - len(rows) :]).max() <= 1e-4 * wanted.std())
+
+
+@BOTH_WAYS
+async def test_a_sequence_is_cut_and_fed_as_any_other(served: Served, session: bool) -> None:
+    async with ExecutorClient(served.target, session=session) as client:
+        info = await client.info()
+        assert (info.limits.free_truncation_tokens, info.limits.checkpoint_tokens) == (FREE, 0)
+        sequence, history = client.sequence(cache_mode=CacheMode.BYPASS), list(PROMPT)
+        answer = await sequence.prefill(history, LAST)
+        assert near(answer.logits, history) and answer.recomputed_tokens == 0
+        held = answer.pressure.total_blocks - answer.pressure.free_blocks
+        assert held <= (10 - 1 + FREE) // BLOCK + 2 < len(PROMPT) // BLOCK
+        for length, again in ((len(PROMPT) - FREE, 0), (60, 60), (5, 5)):
+            await sequence.truncate(length)
+            history = [*history[:length], 7]
+            answer = await sequence.decode(7, LAST)
+            assert near(answer.logits, history) and answer.recomputed_tokens == again
+
+
+async def test_what_is_behind_a_window_is_found_until_its_place_is_needed(served: Served) -> None:
+    async with ExecutorClient(served.target) as client:
+        sequence = client.sequence()
+        await sequence.prefill(PROMPT, LAST)
+        await sequence.decode(7, LAST)
+        other = client.sequence()
+        answer = await other.prefill([*PROMPT[:100], 7], LAST)
+        assert answer.cached_tokens == 100 and near(answer.logits, [*PROMPT[:100], 7])
+        await sequence.truncate(40)
+        answer = await sequence.decode(8, LAST)
+        assert answer.recomputed_tokens == 0 and near(answer.logits, [*PROMPT[:40], 8])
+
+
+async def test_forks_behind_a_window_are_fed_alone(served: Served) -> None:
+    async with ExecutorClient(served.target) as client:
+        sequence = client.sequence(cache_mode=CacheMode.BYPASS)
+        await sequence.prefill(PROMPT, LAST)
+        [child] = await sequence.fork(at=50)
+        answer = await child.decode(9, LAST)
+        assert answer.recomputed_tokens == 50 and near(answer.logits, [*PROMPT[:50], 9])
+        answer = await sequence.decode(9, LAST)
+        assert answer.recomputed_tokens == 0 and near(answer.logits, [*PROMPT, 9])
+
+
+async def test_a_sequence_moves_and_is_parked_with_its_window(
+    served: Served, config: ModelSettings, tmp_path: Path
+) -> None:
+    """Also behind a truncation whose tokens were not fed again yet, and to blocks of another size."""
+    async with (
+        serve_model(replace(config, block_size=8)) as elsewhere,
+        ExecutorClient(served.target) as client,
+        ExecutorClient(elsewhere.target) as there,
+    ):
+        sequence = client.sequence(cache_mode=CacheMode.BYPASS)
+        await sequence.prefill(PROMPT, LAST)
+        for length in (len(PROMPT), 120):
+            await sequence.truncate(length)
+            moved, filed = there.sequence(), client.sequence(cache_mode=CacheMode.BYPASS)
+            [stays] = await sequence.fork()
+            await stays.export_to(tmp_path / f"file {length}")
+            await filed.import_from(tmp_path / f"file {length}")
+            await stays.move_to(moved)
+            await sequence.park()
+            for each in (moved, filed, sequence):
+                answer = await each.decode(9, LAST)
+                assert near(answer.logits, [*PROMPT[:length], 9])
+            await sequence.truncate(length)
+            await client.release([filed])
+            await there.release([moved])

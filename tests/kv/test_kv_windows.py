@@ -1,0 +1,486 @@
+"""Blocks behind a window: any history of steps, forks, truncations and imports, against a plain list of tokens.
+
+A slot's number says of which tokens it is (`kv_world`). What a step reads are the slots of its window, and no others:
+each of them must be there, and right. Whatever a sequence lacks is fed again, as `engine.feeding` does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from ferrum_rpc.core import PrefixUse
+from ferrum_rpc.errors import KvBlocksExhausted, NotSupported
+from ferrum_rpc.kv.table import slots_for
+from ferrum_rpc.kv.windows import Window
+from ferrum_rpc.prefix_hash import chained, root_of
+from tests.support.inside import sequences
+from tests.support.kv_world import GARBAGE, World, Write, everything
+
+CALLERS = (b"one", b"other")
+USES = (
+    *3 * (PrefixUse(),),
+    *(PrefixUse(caller=each) for each in CALLERS),
+    PrefixUse(b"salt"),
+    PrefixUse(publishes=False),
+    None,
+)
+UNSEEN = -2
+"""What a step may not look at."""
+
+
+class WindowWorld(World):
+    """A `World` of a model in which each token sees the last ``window`` positions. ``fed``: tokens fed again."""
+
+    def __init__(self, num_blocks: int, size: int, window: int, free: int, alphabet: int | None = None, **more: Any):
+        super().__init__(num_blocks, size, alphabet=alphabet, window=Window(window, free), **more)
+        self.window, self.fed = window, 0
+
+    def run(self, *writes: Write) -> None:
+        self.save_leaving()
+        for source, target in [pair for write in writes for pair in write.reservation.copies]:
+            self.content[self.block_slots(target)] = self.content[self.block_slots(source)]
+        for write in writes:
+            write.saved = self.content[write.reservation.overwritten]
+        for write in writes:
+            r = write.reservation
+            written = r.start + r.cached
+            seen = self.seen(r.sequence, (write.base + write.tokens)[:written], r.table)
+            write.content = self._followed(r.sequence, seen, write)
+            self.content[slots_for(r.table, written, r.end, self.size)] = write.content[written:]
+
+    def seen(self, sequence: int, tokens: list[int], table: np.ndarray) -> list[int]:
+        """What the next token sees, behind ``tokens``: all of it is there, and was made for them."""
+        first = max(0, len(tokens) - self.window + 1)
+        found = [self._number(table, place) for place in range(first, len(tokens))]
+        self._check_those(sequence, tokens, first, found)
+        return [UNSEEN] * first + found
+
+    def _number(self, table: np.ndarray, place: int) -> int:
+        block = int(table[place // self.size])
+        assert block, f"the block of position {place} is gone"
+        return int(self.content[block * self.size + place % self.size])
+
+    def _check_those(self, sequence: int, tokens: list[int], first: int, found: list[int]) -> None:
+        for place, number in enumerate(found, first):
+            assert number != GARBAGE
+            caller, salt, made_for = self.made[number]
+            assert (salt, made_for) == (self.salts[sequence], tuple(tokens[: place + 1]))
+            assert caller in (b"", self.callers[sequence]), "what another caller imported"
+
+    def _followed(self, sequence: int, content: list[int], write: Write) -> list[int]:
+        content, tokens, salt = list(content), write.base + write.tokens, self.salts[sequence]
+        for place in range(len(content), len(tokens)):
+            window = [each for each in content[-self.window + 1 :] if each != UNSEEN] if self.window > 1 else []
+            imported = write.imported or any(self.made[number][0] for number in window)
+            caller = self.callers[sequence] if imported else b""
+            made_for = tuple(tokens[: place + 1])
+            key = object() if write.imported else (caller, salt, made_for, tuple(window) if imported else ())
+            number = self._numbers.setdefault(key, len(self.made))
+            if number == len(self.made):
+                self.made.append((caller, salt, made_for))
+            content.append(number)
+        return content
+
+    def feed(self, sequence: int, start: int, piece: int = 3) -> None:
+        """What the engine does before a span that begins at ``start``."""
+        while self.kv.missing(sequence, start):
+            first = self.kv.take_up(sequence, start)
+            assert self.kv.length(sequence) == len(self.tokens[sequence])
+            if first == start:
+                continue
+            tokens = self.tokens[sequence][first : min(start, first + piece)]
+            reservation = self.kv.reserve(sequence, first, len(tokens))
+            write = Write(reservation, tokens, self.tokens[sequence][:first])
+            self.run(write)
+            assert self.kv.commit(reservation, np.array(tokens, np.int32), again=True) == first + len(tokens)
+            self.fed += len(tokens)
+
+    def reserve(self, sequence: int, start: int, count: int, create: bool = False, *how: Any, **more: Any) -> Write:
+        if not create:
+            self.feed(sequence, start)
+        return super().reserve(sequence, start, count, create, *how, **more)
+
+    def bring(self, sequence: int, tokens: list[int], prefix: PrefixUse | None) -> Write:
+        """An import: its numbers come from elsewhere, from the window of its last token on."""
+        ids = np.array(tokens, np.int32)
+        taken = self.kv.reserve(sequence, 0, len(tokens), True, prefix=prefix, prompt=ids, brought=True)
+        assert taken.cached >= (max(0, len(tokens) - self.window + 1)) // self.size * self.size
+        self.salts[sequence] = ("own", sequence) if prefix is None else prefix.salt
+        self.callers[sequence] = b"" if prefix is None else prefix.caller
+        imported = prefix is not None and prefix.imported_from is not None
+        write = Write(taken, tokens, [], imported=imported)
+        self.save_leaving()
+        write.saved = np.zeros(0)
+        write.content = self._followed(sequence, [UNSEEN] * taken.cached, write)
+        self.content[slots_for(taken.table, taken.cached, taken.end, self.size)] = write.content[taken.cached :]
+        return write
+
+    def check(self, pinned: set[int] | frozenset[int] = frozenset()) -> None:
+        self.kv.check()
+        self._spoil(pinned)
+        for sequence, tokens in self.tokens.items():
+            if sequence in pinned:
+                continue
+            state = sequences(self.kv)[sequence]
+            assert self.kv.length(sequence) == len(tokens)
+            assert self.kv.tokens(sequence).tolist() == tokens
+            first, table = self.kv.held_from(sequence), np.array(self.blocks(sequence), np.int32)
+            assert not self.kv.missing(sequence, state.length), "what it has can be used"
+            self._check_those(
+                sequence, tokens, first, [self._number(table, place) for place in range(first, state.length)]
+            )
+
+    def held(self, sequence: int) -> int:
+        """Blocks that a sequence has."""
+        return sum(block != 0 for block in self.blocks(sequence)) + len(self.spares(sequence))
+
+
+class WindowMachine(RuleBasedStateMachine):
+    @initialize(
+        usable=st.integers(8, 40),
+        size=st.integers(1, 4),
+        window=st.integers(1, 9),
+        free=st.integers(0, 6),
+        alphabet=st.sampled_from([1, 1, 2]),
+        tier=st.booleans(),
+    )
+    def start(self, usable, size, window, free, alphabet, tier):  # noqa: PLR0917
+        self.world = WindowWorld(usable + 1, size, window, free, alphabet, tier=tier)
+        self.kv, self.sequences, self.free = self.world.kv, 0, free
+        self.promised: set[int] = set()
+        self.open: list[Write] = []
+
+    def new(self) -> int:
+        self.sequences += 1
+        return self.sequences
+
+    @property
+    def pinned(self) -> set[int]:
+        return {write.reservation.sequence for write in self.open}
+
+    def idle(self, data) -> int:
+        idle = sorted(set(self.world.tokens) - self.pinned)
+        assume(idle)
+        return data.draw(st.sampled_from(idle), label="sequence")
+
+    def finish(self, data, write: Write) -> None:
+        """Or it fails, or stays open over other operations."""
+        then = data.draw(st.sampled_from(["commit", "commit", "part", "fail", "stay"]), label="then")
+        if then == "stay":
+            self.open.append(write)
+        elif then == "fail":
+            self.world.rollback(write)
+        else:
+            self.world.run(write)
+            r = write.reservation
+            least = max(1, r.cached + 1)
+            kept = len(write.tokens) if then == "commit" else data.draw(st.integers(least, len(write.tokens)))
+            self.world.commit(write, kept)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def close(self, data):
+        write = self.open.pop(data.draw(st.integers(0, len(self.open) - 1), label="which"))
+        self.world.run(write)
+        self.world.commit(write)
+
+    @rule(data=st.data(), use=st.sampled_from(USES), count=st.integers(1, 40), ahead=st.sampled_from([0, 0, 0, 3]))
+    def create(self, data, use, count, ahead):
+        tokens, sequence = self.world.draw(count), self.new()
+        self.world.fetch(sequence, tokens, use, data.draw(st.integers(0, 2), label="blocks of the tier"))
+        try:
+            write = self.world.reserve(sequence, 0, count, True, ahead=ahead, prefix=use, tokens=tokens)
+        except KvBlocksExhausted:
+            return
+        self.promised |= {sequence} if ahead else set()
+        self.finish(data, write)
+
+    @rule(data=st.data(), count=st.sampled_from([1, 1, 1, 2, 5, 20]), back=st.sampled_from([0, 0, 0, 1, 4, 15, 99]))
+    def feed(self, data, count, back):
+        """Behind its tokens, or some way back in the same step; a prompt may be found."""
+        sequence = self.idle(data)
+        length = len(self.world.tokens[sequence])
+        start, tokens = max(0, length - back), self.world.draw(count)
+        try:
+            write = self.world.reserve(sequence, start, count, tokens=tokens)
+        except KvBlocksExhausted:
+            return
+        self.finish(data, write)
+
+    @rule(data=st.data(), few=st.integers(1, 6), end=st.booleans())
+    def verify_and_reject(self, data, few, end):
+        """To go back within a step of few tokens is free."""
+        sequence, few = self.idle(data), min(few, self.free)
+        assume(few)
+        length = len(self.world.tokens[sequence])
+        try:
+            self.world.write(sequence, few)
+        except KvBlocksExhausted:
+            return
+        back = length if end else data.draw(st.integers(length, length + few), label="length")
+        self.world.truncate(sequence, back)
+        assert not self.kv.missing(sequence, back)
+
+    @rule(data=st.data())
+    def truncate(self, data):
+        sequence = self.idle(data)
+        self.world.truncate(sequence, data.draw(st.integers(0, len(self.world.tokens[sequence])), label="length"))
+
+    @rule(data=st.data())
+    def fork(self, data):
+        parent, child = self.idle(data), self.new()
+        at, before = data.draw(st.integers(0, len(self.world.tokens[parent])), label="at"), everything(self.kv)
+        try:
+            self.world.fork(parent, child, at)
+        except KvBlocksExhausted:
+            assert everything(self.kv) == before
+
+    @rule(data=st.data(), count=st.integers(1, 6))
+    def fork_in_a_step(self, data, count):
+        parent, child = self.idle(data), self.new()
+        at = data.draw(st.integers(0, len(self.world.tokens[parent])), label="at")
+        before = everything(self.kv)
+        try:
+            write = self.world.reserve(child, at, count, True, parent=parent)
+        except (KvBlocksExhausted, NotSupported):
+            if not self.kv.missing(parent, at):
+                assert everything(self.kv)["sequences"].keys() == before["sequences"].keys()
+            return
+        self.finish(data, write)
+
+    @rule(data=st.data(), use=st.sampled_from(USES), count=st.integers(1, 30), forged=st.booleans())
+    def bring(self, data, use, count, forged):
+        tokens = self.world.draw(count)
+        if forged and use is not None:
+            use = use._replace(caller=data.draw(st.sampled_from(CALLERS)), imported_from=0)
+        try:
+            write = self.world.bring(self.new(), tokens, use)
+        except KvBlocksExhausted:
+            return
+        if data.draw(st.booleans(), label="broken"):
+            self.world.rollback(write)
+        else:
+            self.world.commit(write)
+
+    @rule(data=st.data(), tokens=st.sampled_from([0, 0, 1, 7]))
+    def promise(self, data, tokens):
+        sequence = self.idle(data)
+        try:
+            self.kv.ensure_capacity(sequence, tokens)
+        except KvBlocksExhausted:
+            return
+        self.promised = self.promised - {sequence} | ({sequence} if tokens else set())
+
+    @rule(data=st.data())
+    def release(self, data):
+        sequence = self.idle(data)
+        self.world.release(sequence)
+        self.promised.discard(sequence)
+
+    @precondition(lambda self: self.kv.free_blocks)
+    @rule()
+    def everything_is_evicted(self):
+        hog = self.new()
+        hog_blocks = self.kv.free_blocks
+        self.world.write(hog, hog_blocks * self.kv.block_size)
+        self.world.release(hog)
+
+    @invariant()
+    def what_is_there_is_right(self):
+        if hasattr(self, "world"):
+            self.world.check(self.pinned)
+
+    @invariant()
+    def a_sequence_has_no_more_blocks_than_its_window_needs(self):
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        most = (world.window - 1 + self.free) // world.size + 2
+        for sequence in set(world.tokens) - self.pinned - self.promised:
+            last = len(world.tokens[sequence]) - sequences(self.kv)[sequence].length
+            assert world.held(sequence) <= most or last, "behind its window"
+
+    def teardown(self):
+        if not hasattr(self, "world"):
+            return
+        for write in self.open:
+            self.world.rollback(write)
+        self.world.check()
+        for sequence in list(self.world.tokens):
+            self.world.release(sequence)
+        self.kv.check()
+        assert self.kv.free_blocks == self.kv.total_blocks
+
+
+WindowMachine.TestCase.settings = settings(
+    max_examples=80, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestEveryHistory = WindowMachine.TestCase
+
+
+# --- one by one -------------------------------------------------------------------------------------------------------
+
+SIZE, WINDOW, FREE = 4, 8, 4
+
+
+def world(usable: int = 100, **how: Any) -> WindowWorld:
+    return WindowWorld(usable + 1, SIZE, WINDOW, FREE, **how)
+
+
+def found(of: WindowWorld, tokens: list[int], prefix: PrefixUse | None = PrefixUse()) -> int:  # noqa: B008 - a constant
+    """How many of ``tokens`` a new sequence finds."""
+    write = of.reserve(99, 0, len(tokens), True, prefix=prefix, tokens=tokens)
+    cached = write.reservation.cached
+    of.finish(write)
+    of.release(99)
+    return cached
+
+
+def test_a_long_sequence_holds_the_blocks_of_its_window():
+    each = world()
+    each.write(1, 300, prefix=PrefixUse())
+    assert each.held(1) == (WINDOW - 1 + FREE) // SIZE + 1
+    for _ in range(20):
+        each.write(1, 1)
+        assert each.held(1) <= (WINDOW - 1 + FREE) // SIZE + 2
+    assert each.kv.free_blocks == each.kv.total_blocks - each.held(1), "the others count as free"
+
+
+def test_what_lies_behind_a_window_is_found_until_its_place_is_needed():
+    each = world(usable=20)
+    each.write(1, 60, prefix=PrefixUse())
+    tokens = each.tokens[1]
+    assert found(each, tokens[:30]) == 28
+    each.write(2, 4 * each.kv.free_blocks)
+    assert found(each, tokens[:30]) == 0
+
+
+def test_a_prompt_is_found_without_the_blocks_before_its_window():
+    """They were given up first, and are evicted first."""
+    each = world(usable=20)
+    each.write(1, 60, prefix=PrefixUse())
+    tokens = each.tokens[1]
+    each.write(2, 4 * (each.kv.free_blocks - 2))
+    gone = [place for place, key in enumerate(hashes_of(each, tokens)) if each.kv.prefixes.block_of(key, b"") is None]
+    assert gone, "some are evicted"
+    each.release(2)
+    assert found(each, [*tokens, 7]) == 60
+
+
+def hashes_of(each: WindowWorld, tokens: list[int]) -> list[bytes]:
+    root = root_of(bytes(32), PrefixUse().salt, "")
+    return list(chained(root, np.array(tokens, np.int32), each.size))
+
+
+@pytest.mark.parametrize("length", [60, 57, 56, 51, 31, 30, 28, 5, 4, 0])
+@pytest.mark.parametrize("evicted", [False, True])
+@pytest.mark.parametrize("prefix", [PrefixUse(), None])
+def test_a_truncation_feeds_again_what_is_not_found(length, evicted, prefix):
+    each = world(usable=30)
+    each.write(1, 60, prefix=prefix)
+    if evicted:
+        each.write(2, 4 * each.kv.free_blocks)
+        each.release(2)
+    each.truncate(1, length)
+    assert each.kv.length(1) == length
+    each.write(1, 1)
+    free = length >= 60 - FREE
+    known = prefix is not None and not evicted
+    assert each.fed == (0 if free or known else length)
+    assert each.kv.take_recomputed(1) == each.fed and each.kv.take_recomputed(1) == 0
+    each.check()
+
+
+def test_what_is_owed_goes_back_further_and_ends_with_the_next_tokens():
+    each = world()
+    each.write(1, 60)
+    each.truncate(1, 40)
+    each.truncate(1, 30)
+    each.truncate(1, 30)
+    assert each.kv.missing(1, 30) == 30
+    each.feed(1, 12)
+    assert (each.kv.missing(1, 12), each.kv.missing(1, 30)) == (0, 18)
+    each.write(1, 2)
+    assert each.fed == 30 and not each.kv.missing(1, 32)
+
+
+def test_a_step_that_goes_back_and_fails_leaves_the_longer_sequence():
+    """It owes the tokens that it had to give up, and has no others."""
+    each = world()
+    each.write(1, 60)
+    before = list(each.tokens[1])
+    write = each.reserve(1, 20, 3)
+    each.run(write)
+    each.rollback(write)
+    each.check()
+    assert each.kv.tokens(1).tolist() == before and each.kv.missing(1, 60) == 40
+    each.write(1, 1)
+    assert each.tokens[1][:60] == before
+
+
+def test_a_fork_behind_the_window_is_fed_alone():
+    each = world()
+    each.write(1, 60)
+    had = each.blocks(1)
+    each.fork(1, 2, 20)
+    each.write(2, 1)
+    assert each.fed == 20 and each.blocks(1) == had and not each.kv.missing(1, 60)
+    each.check()
+
+
+def test_a_fork_in_a_step_behind_the_window_needs_what_is_found():
+    each = world(usable=30)
+    each.write(1, 60)
+    with pytest.raises(NotSupported, match="ForkKv"):
+        each.reserve(2, 20, 1, True, parent=1)
+    assert 2 not in sequences(each.kv)
+    each.write(3, 60, prefix=PrefixUse())
+    each.finish(each.reserve(4, 20, 1, True, parent=3))
+    each.check()
+
+
+def test_without_a_block_to_feed_in_a_span_is_refused_and_the_sequence_stays():
+    each = world(usable=20)
+    each.write(1, 60)
+    each.truncate(1, 40)
+    each.write(2, 1)
+    each.kv.ensure_capacity(2, 4 * each.kv.free_blocks)
+    with pytest.raises(KvBlocksExhausted) as refusal:
+        each.write(1, 1)
+    assert refusal.value.number("needed_blocks") > refusal.value.number("free_blocks")
+    each.check()
+    each.release(2)
+    each.write(1, 1)
+    assert len(each.tokens[1]) == 41
+
+
+def test_promised_blocks_stay_until_the_promise_ends():
+    each = world(usable=30)
+    each.write(1, 10)
+    each.kv.ensure_capacity(1, 60)
+    each.write(1, 60)
+    each.write(2, 4 * each.kv.free_blocks)
+    each.truncate(1, 10)
+    assert not each.kv.missing(1, 10), "a promise covers the way back"
+    each.write(1, 60)
+    held = each.held(1)
+    each.kv.ensure_capacity(1, 0)
+    assert each.held(1) < held
+    each.check()
+
+
+def test_an_import_takes_the_blocks_of_its_window():
+    each = world()
+    each.commit(each.bring(1, each.draw(200), PrefixUse(caller=b"one", imported_from=0)))
+    assert each.held(1) <= (WINDOW - 1 + FREE) // SIZE + 2
+    each.write(1, 5)
+    each.check()
+    each.truncate(1, 50)
+    each.write(1, 1)
+    assert each.fed == 50 and each.kv.imported_from(1) is None, "nothing of it is left"

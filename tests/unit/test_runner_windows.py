@@ -1,0 +1,391 @@
+"""Sequences of a model whose layers all have a window: rows are those of `transformers` for the tokens that a sequence
+has, whatever was given up behind its window, found again, or fed again.
+
+The oracle knows no cache. Where only steps of few tokens are involved, bits are compared.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from ferrum_rpc.config import ModelSettings
+from ferrum_rpc.core import PREFIX, Span, SpanResult, Step
+from ferrum_rpc.engine import feeding
+from ferrum_rpc.engine.assembly.build import build_runner
+from ferrum_rpc.errors import KvBlocksExhausted, NotSupported, StepFailed
+from tests.support.checkpoints import make_checkpoint
+from tests.support.inside import sequences
+from tests.support.poison import fill_slots
+from tests.support.state_world import ALL, SIZE, WINDOWS, World, fed, prompt
+
+WINDOW, FREE = WINDOWS["mistral"]["sliding_window"], 32
+MOST = (WINDOW - 1 + FREE) // SIZE + 2
+"""Blocks that a sequence holds of its window."""
+
+STAGES = ("reserve", "plan", "forward", "select", "commit")
+
+
+class WindowWorld(World):
+    refusals = (KvBlocksExhausted, NotSupported)
+
+    def __init__(self, folder: Any, **more: Any) -> None:
+        super().__init__(folder, slots=None, family="mistral", **more)
+        self.moved = 0
+
+    def poison(self) -> None:
+        """All but the null block, which kernels may read behind a window."""
+        super().poison()
+        with torch.inference_mode():
+            fill_slots(self.runner.store, torch.arange(SIZE), 0.0)
+
+    def missing_at(self, sequence: int, start: int) -> int:
+        return self.runner.kv.missing(sequence, start)
+
+    def blocks(self, sequence: int) -> int:
+        return int((self.runner.kv.table(sequence) != 0).sum())
+
+    def move(self, sequence: int, use: Any) -> int:
+        """An export, and an import of what it had. Raises `KvBlocksExhausted`."""
+        copy, layers = next(self.numbers), range(2)
+        self.do("begin_export", sequence, copy)
+        try:
+            while self.do("feed_again", copy, 0):
+                pass
+            tokens, first = self.do("token_ids", copy), self.do("held_from", copy)
+            count = len(tokens) - first
+            parts = self.do("read_kv", copy, first, len(tokens), layers)
+        finally:
+            self.do("release", [copy])
+        self.moved += count
+        arrived = next(self.numbers)
+        begin = self.do("begin_import", arrived, tokens, 0, use)
+        assert begin >= first
+        for layer, each in enumerate(parts) if begin < len(tokens) else ():
+            missing = [part[len(part) // count * (begin - first) :] for part in each]
+            self.do("write_kv", arrived, begin, len(tokens), layer, missing)
+        assert self.do("commit_import", arrived) == len(tokens)
+        self.has[arrived] = self.has[sequence]
+        self.check()
+        return arrived
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("mistral"), "mistral", **WINDOWS["mistral"])
+
+
+# --- any history ------------------------------------------------------------------------------------------------------
+
+few = st.lists(st.integers(0, 5), min_size=1, max_size=6)
+prompts = st.tuples(st.integers(0, 1), st.integers(1, 130), st.integers(0, 5)).map(
+    lambda each: [(each[0] + place * place) % 6 for place in range(each[1])] + [each[2]]
+)
+
+
+class Histories(RuleBasedStateMachine):
+    """Prompts share their beginnings, so some are found in the prefix cache. Blocks are few."""
+
+    folder: Any = None
+
+    @initialize(blocks=st.sampled_from([60, 200]))
+    def begin(self, blocks):
+        self.world = WindowWorld(self.folder, blocks=blocks)
+
+    def sequence(self, data):
+        return data.draw(st.sampled_from(sorted(self.world.has)), label="sequence")
+
+    def lengths(self, data, sequence):
+        length = len(self.world.has[sequence])
+        return data.draw(st.integers(max(0, length - 5), length) | st.integers(0, length), label="length")
+
+    @rule(tokens=prompts, published=st.booleans())
+    def create(self, tokens, published):
+        self.world.step(self.world.made(tokens, prefix=PREFIX if published else None))
+
+    @precondition(lambda self: self.world.has)
+    @rule(data=st.data(), tokens=few | prompts)
+    def feed(self, data, tokens):
+        self.world.step(self.world.span(self.sequence(data), tokens))
+
+    @precondition(lambda self: self.world.has)
+    @rule(data=st.data(), tokens=few | prompts)
+    def go_back_and_feed(self, data, tokens):
+        sequence = self.sequence(data)
+        self.world.step(self.world.span(sequence, tokens, self.lengths(data, sequence), ALL))
+
+    @precondition(lambda self: self.world.has)
+    @rule(data=st.data())
+    def truncate(self, data):
+        sequence = self.sequence(data)
+        self.world.truncate(sequence, self.lengths(data, sequence))
+
+    @precondition(lambda self: self.world.has)
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 5), min_size=1, max_size=FREE))
+    def verify_and_reject(self, data, tokens):
+        world, sequence = self.world, self.sequence(data)
+        start = len(world.has[sequence])
+        [outcome] = world.step(world.span(sequence, tokens, output=ALL))
+        if isinstance(outcome, SpanResult):
+            world.truncate(sequence, start + data.draw(st.integers(0, len(tokens)), label="kept"))
+            assert not world.missing(sequence), "it is within the last step"
+
+    @precondition(lambda self: self.world.has)
+    @rule(data=st.data(), children=st.integers(1, 2))
+    def fork(self, data, children):
+        world, parent = self.world, self.sequence(data)
+        at, made = self.lengths(data, parent), [next(world.numbers) for _ in range(children)]
+        world.do("fork", parent, made, at)
+        world.has |= dict.fromkeys(made, world.has[parent][:at])
+
+    @precondition(lambda self: self.world.has)
+    @rule(data=st.data(), tokens=few | prompts, together=few | prompts)
+    def feed_a_child_beside_its_parent(self, data, tokens, together):
+        world, parent = self.world, self.sequence(data)
+        child = world.fork(parent, tokens, self.lengths(data, parent))
+        world.step(world.span(parent, together, self.lengths(data, parent)), child)
+
+    @precondition(lambda self: len(self.world.has) > 1)
+    @rule(data=st.data(), tokens=few | prompts)
+    def go_back_and_feed_all(self, data, tokens):
+        self.world.step(*self.cuts(data, tokens))
+
+    def cuts(self, data, tokens):
+        return [self.world.span(each, tokens, self.lengths(data, each), ALL) for each in sorted(self.world.has)]
+
+    @precondition(lambda self: self.world.has)
+    @rule(data=st.data(), tokens=few, stage=st.sampled_from(STAGES), nth=st.integers(1, 2), again=st.booleans())
+    def fail(self, data, tokens, stage, nth, again):
+        world = self.world
+        spans = [*self.cuts(data, tokens), world.made(tokens)]
+        before = dict(world.has)
+        try:
+            with world.failing(stage, nth):
+                world.step(*spans)
+        except StepFailed:
+            assert world.has == before
+            world.check()
+            if again:
+                world.step(*spans)
+
+    @precondition(lambda self: self.world.has)
+    @rule(data=st.data(), use=st.sampled_from([None, PREFIX]), stays=st.booleans())
+    def move(self, data, use, stays):
+        world, sequence = self.world, self.sequence(data)
+        if not world.has[sequence]:
+            return
+        try:
+            world.move(sequence, use)
+        except KvBlocksExhausted:
+            world.check()
+            return
+        if not stays:
+            world.release(sequence)
+
+    @precondition(lambda self: self.world.has)
+    @rule(data=st.data())
+    def release(self, data):
+        self.world.release(self.sequence(data))
+
+    @rule()
+    def forget_prefixes(self):
+        self.world.do("forget_prefixes")
+
+    @rule()
+    def poison(self):
+        self.world.poison()
+
+    @invariant()
+    def a_sequence_holds_no_more_than_its_window(self):
+        world = getattr(self, "world", None)
+        for sequence in world.has if world else ():
+            assert world.blocks(sequence) <= MOST
+
+    def teardown(self):
+        if hasattr(self, "world"):
+            for sequence in list(self.world.has):
+                self.world.release(sequence)
+            assert self.world.runner.kv.free_blocks == self.world.runner.kv.total_blocks
+
+
+def test_rows_are_those_of_the_tokens_that_a_sequence_has(folder, monkeypatch):
+    monkeypatch.setattr(feeding, "PIECE_TOKENS", 16)
+    monkeypatch.setattr(Histories, "folder", folder)
+    Histories.TestCase.settings = settings(
+        max_examples=25, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+    test = Histories.TestCase()
+    test.runTest()
+
+
+# --- one by one -------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_with_windows_in_all_layers_says_how_far_a_truncation_is_free(folder):
+    world = WindowWorld(folder)
+    assert world.runner.device.free_truncation_tokens == FREE
+    assert any(choice == f"kv_window={WINDOW}" for choice, _ in world.runner.device.choices)
+
+
+@pytest.mark.parametrize(("changes", "why"), [({"sliding_window": None}, "none"), ({"sliding_window": 600}, "long")])
+def test_without_a_window_that_sequences_outgrow_blocks_stay(tmp_path, changes, why):
+    folder = make_checkpoint(tmp_path, "mistral", **changes)
+    runner = build_runner(ModelSettings(str(folder), device="cpu", dtype="float32", block_size=SIZE, kv_blocks=100))
+    assert runner.device.free_truncation_tokens is None and not runner.kv.has_window, why
+
+
+def test_a_layer_without_a_window_keeps_all(tmp_path):
+    mixed = make_checkpoint(tmp_path, "gemma2")
+    runner = build_runner(ModelSettings(str(mixed), device="cpu", dtype="float32", block_size=SIZE, kv_blocks=100))
+    assert not runner.kv.has_window
+
+
+def test_a_sequence_longer_than_the_cache_is_fed(folder):
+    """It needs the blocks of a window and of the step, and not those of its length."""
+    world = WindowWorld(folder, blocks=40)
+    tokens = prompt(400)
+    sequence = fed(world, tokens[:60])
+    for first in range(60, 400, 20):
+        world.step(world.span(sequence, tokens[first : first + 20]))
+    assert len(world.has[sequence]) == 400 > 40 * SIZE
+    assert world.blocks(sequence) <= MOST
+
+
+def test_what_was_given_up_is_found_by_others(folder):
+    world = WindowWorld(folder)
+    tokens = prompt(120)
+    fed(world, tokens, [1], prefix=PREFIX)
+    [outcome] = world.step(world.made([*tokens[:80], 5]))
+    assert outcome.cached_tokens == 80
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_deep_truncation_tells_how_many_tokens_were_fed_again(folder, known):
+    world = WindowWorld(folder)
+    sequence = fed(world, prompt(120), [1], prefix=PREFIX if known else None)
+    world.truncate(sequence, 50)
+    [outcome] = world.step(world.span(sequence, [2]))
+    assert outcome.recomputed_tokens == (0 if known else 50)
+    [outcome] = world.step(world.span(sequence, [3]))
+    assert outcome.recomputed_tokens == 0
+
+
+def test_a_pass_has_pieces_of_several_sequences_and_no_more_tokens_than_it_may(folder, monkeypatch):
+    monkeypatch.setattr(feeding, "PIECE_TOKENS", 8)
+    world = WindowWorld(folder)
+    made = [fed(world, prompt(90, seed), [1]) for seed in range(5)]
+    for each in made:
+        world.truncate(each, 40)
+    passes, compute = list[list[int]](), world.runner.compute
+    forward = compute.forward
+
+    def noted(spans: Any, *step: Any) -> Any:
+        passes.append([len(span.tokens) for span in spans])
+        return forward(spans, *step)
+
+    monkeypatch.setattr(compute, "forward", noted)
+    world.step(*[world.span(each, [2]) for each in made])
+    assert passes.pop() == [1] * 5, "the step"
+    assert passes[0] == [8] * 4 and max(map(sum, passes)) <= feeding.PASS_TOKENS["cpu"]
+    assert sum(map(sum, passes)) == 5 * 40, "each token once"
+
+
+def test_a_parent_that_goes_back_beside_its_fork_is_fed_for_the_fork(folder):
+    """What the parent's own item needs then is gone: it is refused, by name, and not fed for ever."""
+    world = WindowWorld(folder)
+    parent = fed(world, prompt(120), [1])
+    child = world.fork(parent, [2], 121)
+    forked, own = world.step(child, world.span(parent, [3], 20))
+    assert isinstance(forked, SpanResult) and isinstance(own, NotSupported)
+    [own] = world.step(world.span(parent, [3], 20))
+    assert own.recomputed_tokens == 20
+
+
+def test_a_pass_that_fails_leaves_the_tokens_owed(folder):
+    world = WindowWorld(folder)
+    sequence = fed(world, prompt(120), [1])
+    world.truncate(sequence, 50)
+    with pytest.raises(StepFailed), world.failing("forward", 2):
+        world.step(world.span(sequence, [2]))
+    world.check()
+    assert world.missing(sequence) == 50 - feeding.PIECE_TOKENS
+    [outcome] = world.step(world.span(sequence, [2]))
+    assert outcome.recomputed_tokens == 50
+
+
+def test_tokens_fed_again_have_the_bits_of_single_ones(tmp_path):
+    shape = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "head_dim": 64}
+    folder = make_checkpoint(tmp_path, "mistral", **WINDOWS["mistral"], **shape, num_key_value_heads=1)
+    config = ModelSettings(str(folder), device="cpu", dtype="bfloat16", block_size=SIZE, kv_blocks=200)
+    runner = build_runner(config)
+    if not runner.device.exact_span_tokens:
+        pytest.skip("rows of short spans need not have the bits of single decodes here")
+    tokens = prompt(120)
+
+    def rows(sequence: int, *, back: int | None) -> bytes:
+        found = []
+        with torch.inference_mode():
+            for place, token in enumerate(tokens):
+                span = Span(sequence, np.array([token], np.int32), place, ALL, create=not place)
+                [outcome] = runner.forward(Step((span,))).outcomes
+                found.append(outcome.rows.block["logits"][outcome.rows.first].tobytes())
+            if back is not None:
+                runner.truncate(sequence, back)
+                span = Span(sequence, np.array(tokens[back : back + 1], np.int32), back, ALL)
+                [outcome] = runner.forward(Step((span,))).outcomes
+                assert outcome.recomputed_tokens == back
+                assert outcome.rows.block["logits"][outcome.rows.first].tobytes() == found[back]
+        return b"".join(found)
+
+    rows(1, back=45)
+    assert sequences(runner.kv)[1].length == 46
+
+
+def test_a_sequence_that_moves_takes_its_window_along(folder):
+    world = WindowWorld(folder)
+    sequence = fed(world, prompt(120), [1])
+    arrived = world.move(sequence, None)
+    assert world.moved <= MOST * SIZE
+    world.step(world.span(arrived, [2, 3]))
+    world.truncate(sequence, 30)
+    arrived = world.move(sequence, None)
+    [outcome] = world.step(world.span(arrived, [2, 3]))
+    assert outcome.recomputed_tokens == 0, "it was fed again before it left"
+
+
+def test_a_step_under_way_ends_before_tokens_are_fed_again(folder):
+    world = WindowWorld(folder)
+    first, other = fed(world, prompt(120), [1]), fed(world, prompt(70, 1), [1])
+    world.runner.depth = 2
+    with torch.inference_mode():
+        under_way = world.runner.begin(Step((world.span(first, [2]),)))
+        pending = world.runner.begin(Step((world.span(other, [3], 20),)))
+        assert under_way.ended is not None
+        outcomes = [world.runner.finish(each).outcomes[0] for each in (under_way, pending)]
+    assert [each.recomputed_tokens for each in outcomes] == [0, 20]
+    world.runner.check()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_stands_in_the_null_block_changes_no_row(tmp_path, dtype):
+    """Kernels of long spans read whole tiles of keys, and so a part of what is gone."""
+    shape = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "head_dim": 64}
+    folder = make_checkpoint(tmp_path, "mistral", **WINDOWS["mistral"], **shape, num_key_value_heads=1)
+    tokens, rows = prompt(160), []
+    for value in (0.0, 100.0):
+        runner = build_runner(ModelSettings(str(folder), device="cpu", dtype=dtype, block_size=SIZE, kv_blocks=200))
+        assert not any(buffer[:, :, 0].any() for buffer in runner.store.buffers), "whatever memory had there"
+        with torch.inference_mode():
+            fill_slots(runner.store, torch.arange(SIZE), value)
+            for start, count in ((0, 70), (70, 50), (120, 1), (121, 39)):
+                span = Span(1, np.array(tokens[start : start + count], np.int32), start, ALL, create=not start)
+                [outcome] = runner.forward(Step((span,))).outcomes
+        assert runner.kv.held_from(1) > 0
+        rows.append(outcome.rows.block["logits"].tobytes())
+    assert rows[0] == rows[1]
