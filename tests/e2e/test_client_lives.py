@@ -14,6 +14,7 @@ from ferrum_rpc.errors import Draining, Starting, TransportError
 from ferrum_rpc.service import state
 from tests.support.clients import BOTH_WAYS
 from tests.support.serving import Loading, Served, loading, serve_identity
+from tests.support.waiting import until
 
 
 async def counts(client: ExecutorClient) -> dict[str, int]:
@@ -23,9 +24,8 @@ async def counts(client: ExecutorClient) -> dict[str, int]:
 
 async def asked(loads: Loading, method: str, times: int) -> None:
     """Wait until the method was called so often."""
-    async with asyncio.timeout(20), ExecutorClient(loads.server.target) as client:
-        while (await counts(client)).get(method, 0) < times:
-            pass
+    methods = loads.server.calls.methods
+    await until(lambda: sum(each.calls for name, each in methods.items() if name.endswith(f"/{method}")) >= times, 20)
 
 
 # --- the beginning --------------------------------------------------------------------------------------------------

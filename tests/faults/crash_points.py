@@ -247,8 +247,9 @@ async def _kill_a_grammar(server: ServerProcess, dice: random.Random, counts: Co
 
 @asynccontextmanager
 async def _process(model: Model, engine: str, rule: str, counts: Counts) -> AsyncIterator[Dialled]:
-    """A process that SIGKILL may end; or its engine's, whose death is the server's orderly end."""
-    flags = (*model.flags(**CACHE), "--engine", engine, *(("--failpoints", rule) if rule else ()))
+    """A process that SIGKILL may end; or its engine's, whose death is the server's orderly end. Without a ``rule`` its
+    engine is in it: another process would import torch for it."""
+    flags = (*model.flags(**CACHE), *(("--engine", engine, "--failpoints", rule) if rule else ()))
     async with serving(*flags, model=model.path, kv_blocks=BLOCKS) as server:
         async with dial(server.target) as client:
             yield client
