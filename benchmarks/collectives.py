@@ -16,7 +16,7 @@ import torch
 from torch.distributed import AllreduceOptions, PrefixStore, TCPStore
 
 from benchmarks.compare import spread
-from benchmarks.engines.process import printed
+from benchmarks.engines.process import apart
 from benchmarks.record import Benchmark, Record
 from ferrum_rpc.distributed import shared_memory
 from ferrum_rpc.distributed.gloo import LOOPBACK, GlooGroup
@@ -73,12 +73,9 @@ async def run(options: argparse.Namespace) -> Record:
         options, ranks=RANKS, hidden=HIDDEN, calls=", ".join(f"{count} of {side}" for side, count in CALLS.items())
     )
     store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-    asked = f"{options.rounds}, {0.01 if options.quick else 1.0}"
-    programs = [
-        f"import json; from benchmarks.collectives import *; print(json.dumps(measure({store.port}, {rank}, {asked})))"
-        for rank in range(RANKS)
-    ]
-    found, *_ = await asyncio.gather(*map(printed, programs))
+    share = 0.01 if options.quick else 1.0
+    ranks = (apart(measure, store.port, rank, options.rounds, share) for rank in range(RANKS))
+    found, *_ = await asyncio.gather(*ranks)
     record.put("sums", found)
     return record
 

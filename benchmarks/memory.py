@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from benchmarks.cases import checkpoint
-from benchmarks.engines.process import printed
+from benchmarks.engines.process import apart
 from benchmarks.machine import memory_of
 from benchmarks.record import Benchmark, Record
 from benchmarks.table import target
@@ -102,9 +102,7 @@ async def run(options: argparse.Namespace) -> Record:
     points: list[dict[str, Any]] = []
     for kind in QUICK_KINDS if options.quick else KINDS:
         for tokens, sequences in QUICK_STEPS if options.quick else STEPS:
-            asked = f"Path({str(folder)!r}), {kind!r}, {tokens}, {sequences}"
-            program = f"import json; from benchmarks.memory import *; print(json.dumps(measure({asked})))"
-            points += await printed(program, ALLOCATOR)
+            points += await apart(measure, folder, kind, tokens, sequences, variables=ALLOCATOR)
             off = max(abs(each["ratio"] - 1) for each in points)
             standing = target("a plan, off by what is resident", off, TARGET, least=False)
             record.put("parts", points, targets=[standing])

@@ -13,11 +13,15 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
+from unittest import mock
 
 from benchmarks.cases import LEAD_IN, PREFILL, Cell
 from benchmarks.compare import Round, Unsupported
@@ -29,6 +33,8 @@ START_S: Final = 120.0
 STOP_S: Final = 20.0
 LINE_BYTES: Final = 64 << 20
 LISTENING: Final = "listening"
+
+T = TypeVar("T")
 
 
 class ServerDied(RuntimeError):
@@ -106,15 +112,10 @@ async def served(*arguments: str, root: Path = ROOT) -> AsyncIterator[Child]:
         yield child
 
 
-async def printed(program: str, variables: Mapping[str, str] = {}) -> Any:
-    """What a Python program, in a process of its own, prints as JSON."""
-    started = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", program, cwd=ROOT, env={**os.environ, **variables}, stdout=asyncio.subprocess.PIPE
-    )
-    text, _ = await started.communicate()
-    if started.returncode:
-        raise RuntimeError(f"a measurement ended with status {started.returncode}")
-    return json.loads(text)
+async def apart(function: Callable[..., T], *arguments: Any, variables: Mapping[str, str] = {}) -> T:
+    """What ``function`` returns in a process of its own, which has loaded nothing else and has these ``variables``."""
+    with mock.patch.dict(os.environ, variables), ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return await asyncio.get_running_loop().run_in_executor(pool, partial(function, *arguments))
 
 
 @dataclass(frozen=True, slots=True)
