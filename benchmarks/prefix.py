@@ -39,10 +39,11 @@ SEQUENCES: Final = 1000  # of the identity model, which computes next to nothing
 FEWER: Final = 48  # of another one
 SEEN: Final = Cell(PREFILL, 1, 528, shared=512)  # a prompt, and how much of it is the same in all
 CALL_TOKENS: Final = 8192  # of the prompts of a call, at most
-MISSES: Final = ((Cell(PREFILL, 1, 512), 8), (Cell(DECODE, 32, 256), 8))  # cells, and pairs of rounds of each
+MISSES: Final = (Cell(PREFILL, 1, 512), Cell(DECODE, 32, 256))
+MISS_ROUNDS: Final = 8
 MISS_ROUND_S: Final = 1.0
 QUICK_SEEN: Final = Cell(PREFILL, 1, 24, most=4, shared=16)
-QUICK_MISSES: Final = ((Cell(PREFILL, 1, 24, most=4), 2), (Cell(DECODE, 3, 8, most=4), 2))
+QUICK_MISSES: Final = (Cell(PREFILL, 1, 24, most=4), Cell(DECODE, 3, 8, most=4))
 KV_BLOCKS: Final = 2048
 PEER_NAMES: Final = ("vLLM CPU bf16", "OpenVINO GenAI bf16")
 
@@ -261,9 +262,10 @@ async def run(options: argparse.Namespace) -> Record:
         prompts = seen.fresh(at[1], at_once, sequences - 1).tolist()
         add("crowds", *crowd_rows(model, at_once, await crowd(at[0], prompts, at_once, rounds)))
 
-    async def misses_of(model: str, at: Session, *some: tuple[Cell, int]) -> None:
-        for cell, pairs in some:
-            add("misses", await miss(model, at, cell, pairs, options.round_seconds if quick else MISS_ROUND_S))
+    async def misses_of(model: str, at: Session, *cells: Cell) -> None:
+        pairs, round_s = (rounds, options.round_seconds) if quick else (MISS_ROUNDS, MISS_ROUND_S)
+        for cell in cells:
+            add("misses", await miss(model, at, cell, pairs, round_s))
 
     counted = books(QUICK_SIZES if quick else SIZES, BOOK_ROUNDS)
     at_once, sequences = CALL_TOKENS // seen.context, options.sequences

@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import functools
 import json
+import re
 import shlex
 import tomllib
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -171,11 +172,8 @@ class Record:
             print(f"other processes had {others:.0%} of the cores' time: measure again on a quiet machine")
 
 
-FEWER_BITS: Final = (
-    *("ours with int8 weights, gRPC session", "llama.cpp Q8_0", "OpenVINO GenAI int8", "int8 cache"),
-    *("ours with int4 weights, gRPC session", "llama.cpp Q4_K_M", "OpenVINO GenAI int4"),
-)
-"""Sides that read half the bytes or less: the limit is not theirs."""
+FEWER_BITS: Final = re.compile(r"int[48]|Q[48]_")
+"""In the name of a side that reads half the bytes or less: the limit is not its own."""
 
 LIMIT: Final = "limit of the machine"
 
@@ -194,7 +192,7 @@ def cell_rows(results: Iterable[Mapping[str, Any]]) -> list[Row]:
             rows.append(name | {"side": LIMIT, "tok/s": roof_["tokens_per_s"], "step, ms": bound})
         for side, found in cell["sides"].items():
             same, of = found["same_tokens"]
-            limited = roof_ is not None and side not in FEWER_BITS
+            limited = roof_ is not None and not FEWER_BITS.search(side)
             rows.append(
                 {
                     **name,
