@@ -11,7 +11,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -228,20 +228,24 @@ class Client(Way):
                 await self._sequences[-1].prefill(prompt, NOTHING)
 
     async def round(self, cell: Cell, number: int, steps: int) -> Round:
-        """A step is over when the rows of all are arrays."""
+        """A step is over when the rows of all are arrays. Decode steps are of forks: recurrent states cannot be rolled
+        back by a round without feeding tokens again."""
         timed, output = Round(), cell.spec
         if cell.kind == PREFILL:
             for _, prompt in timed.steps(cell.fresh(self.vocab_size, number, steps).tolist(), 1):
                 async with self.client.sequence(**self._options) as sequence:
                     _done(timed, [await sequence.prefill(prompt, output)])
             return timed
-        if cell.callers > 1:
-            return await self._callers(cell, steps)
-        for index, fed in timed.steps(cell.fed(self.vocab_size, steps).tolist(), LEAD_IN):
-            _done(timed, await self._forward(self._sequences, fed, output, None if index else cell.context))
+        async with AsyncExitStack() as stack:
+            children = [(await each.fork(at=cell.context))[0] for each in self._sequences]
+            sequences = [await stack.enter_async_context(each) for each in children]
+            if cell.callers > 1:
+                return await self._callers(cell, steps, sequences)
+            for _, fed in timed.steps(cell.fed(self.vocab_size, steps).tolist(), LEAD_IN):
+                _done(timed, await self._forward(sequences, fed, output))
         return timed
 
-    async def _callers(self, cell: Cell, steps: int) -> Round:
+    async def _callers(self, cell: Cell, steps: int, sequences: Sequence[ClientSequence]) -> Round:
         """Each with a part of the sequences: a step has ended when the last of them is answered."""
         fed, size = cell.fed(self.vocab_size, steps).tolist(), cell.batch // cell.callers
         ended = np.zeros((cell.callers, len(fed)))
@@ -249,8 +253,7 @@ class Client(Way):
         async def call(caller: int) -> list[Any]:
             mine = slice(caller * size, (caller + 1) * size)
             for index, tokens in enumerate(fed):
-                back = None if index else cell.context
-                answers = await self._forward(self._sequences[mine], tokens[mine], cell.spec, back)
+                answers = await self._forward(sequences[mine], tokens[mine], cell.spec)
                 ended[caller, index] = time.perf_counter()
             return [answer.token for answer in answers]
 
@@ -259,10 +262,10 @@ class Client(Way):
         return Round(step_s=seconds.tolist(), last=[token for each in last for token in each])
 
     async def _forward(
-        self, sequences: Sequence[ClientSequence], fed: Sequence[int], output: OutputSpec, back: int | None
+        self, sequences: Sequence[ClientSequence], fed: Sequence[int], output: OutputSpec
     ) -> list[Answer]:
         pairs = zip(sequences, fed, strict=True)
-        items = [sequence.item([token], output, truncate_to=back) for sequence, token in pairs]
+        items = [sequence.item([token], output) for sequence, token in pairs]
         return (await self.client.forward(items)).all_answers()
 
     async def runs(self, cell: Cell, steps: int) -> float:
