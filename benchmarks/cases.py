@@ -163,9 +163,15 @@ def mask_words(vocab_size: int) -> bytes:
 
 def settings(cells: Sequence[Cell], threads: int, device: str = "cpu") -> dict[str, Any]:
     """Of `ferrum-rpc serve`, for the server and for the runner in this process alike: blocks for the largest cell, and
-    to spare."""
-    blocks = max(cell.blocks for cell in cells) + 64
-    return {"block_size": BLOCK_SIZE, "kv_blocks": blocks, "threads": threads, "device": device}
+    to spare; slots for recurrent states of its sequences and their forks, and for a checkpoint each."""
+    blocks, slots = max(cell.blocks for cell in cells) + 64, 3 * max(cell.batch for cell in cells)
+    return {
+        "block_size": BLOCK_SIZE,
+        "kv_blocks": blocks,
+        "state_slots": max(4, slots),
+        "threads": threads,
+        "device": device,
+    }
 
 
 def write_checkpoint(path: str | Path, config: Mapping[str, Any], dtype: str = "bfloat16") -> Path:

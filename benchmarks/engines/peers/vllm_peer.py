@@ -2,6 +2,7 @@
 
 ``options``: with ``prefix`` it looks for prompts that it has seen.
 """
+# ruff: noqa: E402
 
 from __future__ import annotations
 
@@ -12,8 +13,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+
+# vLLM's models with images import torchvision. The index builds it for CUDA, and it finds none of its operators here.
+for name in ("nms", "qnms"):
+    torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
 import vllm
-from vllm import EngineArgs, LLMEngine, SamplingParams, TokensPrompt
+from vllm import EngineArgs, LLMEngine, ModelRegistry, SamplingParams, TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 
 from benchmarks.engines.peers.generating import Generating
@@ -29,6 +35,8 @@ class Vllm(Generating):
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # unset, it keeps one thread of them to itself
         config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+        for name in config["architectures"]:  # a class that is registered by itself is not looked at in another process
+            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
         arguments = EngineArgs(
             model=model,
             dtype="bfloat16",
