@@ -89,6 +89,15 @@ def test_what_newer_files_say_of_windows_is_read(tmp_path):
         ("granite", {"granite.rope.scaling.finetuned": False}, NotSupported, "without rotary embeddings"),
         ("granite", {"granite.deepstack_mapping": [0, 1]}, NotSupported, "deepstack_mapping"),
         ("olmo2", {f"olmo2.{WINDOW}": 4}, NotSupported, "sliding_window"),
+        ("qwen35", {"qwen35.ssm.inner_size": 63}, InvalidRequest, "inner_size: 63 must be a multiple of the 2 value"),
+        ("qwen35", {"qwen35.attention.recurrent_layers": [True]}, InvalidRequest, "has 1 entries for 4 layers"),
+        (
+            "qwen35",
+            {"qwen35.ssm.group_count": 1},
+            InvalidRequest,
+            r"tensor 'blk\.0\.\S+': \[.*\] for 2 value heads and 1",
+        ),
+        ("qwen35", {"qwen35.nextn_predict_layers": 4}, InvalidRequest, "nextn_predict_layers"),
         ("glm4", {"glm4.rope.dimension_sections": [1, 1, 2, 0]}, NotSupported, "dimension_sections"),
         ("cohere2", {"cohere2.logit_scale": None}, InvalidRequest, "logit_scale is missing"),
         ("starcoder2", {"starcoder2.attention.layer_norm_epsilon": None}, InvalidRequest, "layer_norm_epsilon"),
@@ -98,6 +107,55 @@ def test_what_newer_files_say_of_windows_is_read(tmp_path):
 def test_what_an_architecture_cannot_have_is_refused(tmp_path, name, changes, kind, match):
     with pytest.raises(kind, match=match):
         spec(tmp_path, name, changes)
+
+
+# --- recurrent layers -------------------------------------------------------------------------------------------------
+
+
+def test_a_quantized_file_is_the_plain_one_with_its_numbers(tmp_path):
+    """Its value heads are in another order: whole blocks of columns are moved."""
+    metadata, tensors, _ = read_gguf(FOLDER / "qwen35-tiled.gguf")
+    reader = gguf.GGUFReader(FOLDER / "qwen35-tiled.gguf")
+    for folder, quantized in (("plain", False), ("quantized", True)):
+        made, content = [], b""
+        for (name, shape, kind, _), each in zip(tensors, reader.tensors, strict=True):
+            numbers, of = each.data, gguf.GGMLQuantizationType(kind)
+            if len(shape) == 2 and shape[0] % 32 == 0:
+                blocks = gguf.quants.quantize(numbers.astype(np.float32), gguf.GGMLQuantizationType.Q8_0)
+                of = gguf.GGMLQuantizationType.Q8_0 if quantized else gguf.GGMLQuantizationType.F32
+                numbers = blocks if quantized else gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0)
+            made.append((name, shape, int(of), len(content)))
+            content += numbers.tobytes() + bytes(-numbers.nbytes % 32)
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "model.gguf").write_bytes(gguf_bytes(metadata, made, content))
+    plain, quantized = (Checkpoint.open(tmp_path / each) for each in ("plain", "quantized"))
+    assert sum(each.encoding is not None for each in quantized.entries.values()) > 20
+    expected = dict(plain.tensors(plain.entries, torch.float32))
+    for name, tensor in quantized.tensors(quantized.entries, torch.float32):
+        assert torch.equal(tensor, expected[name]), name
+    assert error(logits(tmp_path / "quantized", TOKENS), logits(tmp_path / "plain", TOKENS)) < 5e-3
+
+
+def test_layers_that_draft_tokens_are_not_read(tmp_path):
+    metadata, tensors, data = read_gguf(FOLDER / "qwen35.gguf")
+    drafts = [["blk.4.nextn.eh_proj.weight", [4, 4], 0, len(data)], ["blk.4.attn_q.weight", [4, 4], 0, len(data) + 64]]
+    told = metadata | {"qwen35.block_count": 5, "qwen35.nextn_predict_layers": 1}
+    (tmp_path / "model.gguf").write_bytes(gguf_bytes(told, [*tensors, *drafts], data + bytes(128)))
+    assert torch.equal(logits(tmp_path / "model.gguf", TOKENS), logits(FOLDER / "qwen35.gguf", TOKENS))
+
+
+def test_which_layers_are_recurrent_is_read(tmp_path):
+    def kinds(changes: dict) -> list[bool]:
+        metadata, tensors, data = read_gguf(FOLDER / "qwen35.gguf")
+        kept = {key: value for key, value in (metadata | changes).items() if value is not None}
+        (tmp_path / "model.gguf").write_bytes(gguf_bytes(kept, tensors, data))
+        return [each == "linear_attention" for each in Checkpoint.open(tmp_path).config["layer_types"]]
+
+    listed, every = "qwen35.attention.recurrent_layers", "qwen35.full_attention_interval"
+    assert kinds({}) == [True, False, True, False]
+    assert kinds({listed: [False, True, True, True, False]}) == [False, True, True, True]
+    assert kinds({listed: None, every: 3}) == [True, True, False, True]
+    assert kinds({listed: None, every: None}) == [True, True, True, False]
 
 
 # --- files in parts ---------------------------------------------------------------------------------------------------

@@ -37,6 +37,18 @@ SANDWICH: Final = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 FUSED: Final = {"ffn_up": "mlp.gate_up_proj"}
+RECURRENT: Final = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
 
 RMS_EPS: Final = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
 LAYER_EPS: Final = "attention.layer_norm_epsilon"
@@ -48,7 +60,7 @@ GEMMA3_27B: Final = 62
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of a file where an architecture's own keys are read. ``rope``: the rotation so far."""
+    """What is known of a file when an architecture's own keys are read. ``rope``: the rotation so far."""
 
     fields: Fields
     hidden: int
@@ -63,10 +75,11 @@ Read = Callable[[Facts], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """``name`` of Hugging Face's class. ``names``: of a layer's tensors, where they are not those of `LAYER`.
-    ``interleaved``: the channels that are rotated together became neighbours. ``shifted``: norms have the one that
-    Hugging Face adds. ``eps``: of norms, the key here and there. ``partial``: heads may be rotated in part. ``biases``:
-    keys of the configuration that say of a tensor whether it is there. ``read``: what else there is."""
+    """``name`` of Hugging Face's class. ``names``: of a layer's tensors, where they are not those of `LAYER`; an entry
+    for a whole name wins. ``interleaved``: the channels that are rotated together became neighbours. ``shifted``: norms
+    have the one that Hugging Face adds. ``eps``: of norms, the key here and there. ``partial``: heads may be rotated in
+    part. ``drafts``: the last blocks may be layers that draft tokens, which are not read. ``biases``: keys of the
+    configuration that say of a tensor whether it is there. ``read``: what else there is."""
 
     name: str
     model_type: str
@@ -75,6 +88,7 @@ class Architecture:
     shifted: bool = False
     eps: tuple[str, str] = RMS_EPS
     partial: bool = False
+    drafts: bool = False
     biases: Mapping[str, str] = field(default_factory=lambda: {"attention_bias": "blk.0.attn_q.bias"})
     read: Read | None = None
 
@@ -124,6 +138,28 @@ def _cohere2(facts: Facts) -> dict[str, Any]:
     return {"logit_scale": facts.fields.number("logit_scale"), **_windows(facts, declared=True)}
 
 
+def _qwen35(facts: Facts) -> dict[str, Any]:
+    fields, values = facts.fields, facts.fields.integer("ssm.time_step_rank")
+    fields.integers("rope.dimension_sections")  # of images: the positions of a text are equal in all of them
+    inner = fields.integer("ssm.inner_size")
+    if inner % values:
+        name = fields.name("ssm.inner_size")
+        raise InvalidRequest(f"{name}: {inner} must be a multiple of the {values} value heads", field=name)
+    every, listed = fields.integer("full_attention_interval", 4), fields.integers("attention.recurrent_layers")
+    recurrent = listed or [(layer + 1) % every != 0 for layer in range(facts.layers)]
+    if len(recurrent) < facts.layers:
+        name = fields.name("attention.recurrent_layers")
+        raise InvalidRequest(f"{name} has {len(recurrent)} entries for {facts.layers} layers", field=name)
+    return {
+        "linear_conv_kernel_dim": fields.integer("ssm.conv_kernel"),
+        "linear_key_head_dim": fields.integer("ssm.state_size"),
+        "linear_value_head_dim": inner // values,
+        "linear_num_key_heads": fields.integer("ssm.group_count"),
+        "linear_num_value_heads": values,
+        "layer_types": ["linear_attention" if each else "full_attention" for each in recurrent[: facts.layers]],
+    }
+
+
 def _query_scalar(facts: Facts, largest: int) -> dict[str, Any]:
     whole = facts.layers == largest
     return {"query_pre_attn_scalar": facts.hidden // facts.heads if whole else facts.head_dim}
@@ -161,6 +197,9 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
     "llama": Architecture("LlamaForCausalLM", "llama", interleaved=True, biases=_WITH_MLP),  # Mistral too
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", biases=_NO_BIASES),
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3"),
+    "qwen35": Architecture(
+        "Qwen3_5ForCausalLM", "qwen3_5_text", RECURRENT, shifted=True, partial=True, drafts=True, read=_qwen35
+    ),
     "gemma": Architecture("GemmaForCausalLM", "gemma", shifted=True, biases=_NO_BIASES),
     "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", SANDWICH, shifted=True, biases=_NO_BIASES, read=_gemma2),
     "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", SANDWICH, shifted=True, biases=_NO_BIASES, read=_gemma3),

@@ -16,6 +16,7 @@ from ferrum_rpc.errors import NotSupported
 from ferrum_rpc.install import install
 from ferrum_rpc.models.stored_integers import Integers
 from ferrum_rpc.weights.entries import Decode, Encoding, TensorEntry, broken
+from ferrum_rpc.weights.gguf.changes import UNCHANGED, Change
 from ferrum_rpc.weights.gguf.header import Header, TensorInfo
 from ferrum_rpc.weights.gguf.integers import FORMATS, integers_of
 
@@ -51,12 +52,9 @@ def mapped(entry: TensorEntry) -> Tensor:
     return tensor.view(entry.dtype).view(entry.shape)
 
 
-def tensor_entry(
-    header: Header, file: Path, name: str, info: TensorInfo, heads: int = 0, *, shifted: bool = False
-) -> TensorEntry:
-    """The entry of a tensor. ``heads``: of how many heads its rows are, where each has the halves of its channels
-    interleaved; 0 where they are not. ``shifted``: one was added to it."""
-    kind, gguf = info.kind, library()
+def tensor_entry(header: Header, file: Path, name: str, info: TensorInfo, change: Change = UNCHANGED) -> TensorEntry:
+    """The entry of a tensor."""
+    kind, gguf, shape = info.kind, library(), change.shape or info.shape
     try:
         per_block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
     except (ValueError, KeyError):
@@ -70,22 +68,20 @@ def tensor_entry(
     nbytes = math.prod(rows) * (width // per_block) * size
     if info.offset + nbytes > header.size:
         raise broken(file, f"truncated: tensor {name[:120]!r} ends after the file's {header.size} bytes")
-    if kind in PLAIN and not heads and not shifted:
-        return TensorEntry(PLAIN[kind], info.shape, file, info.offset)
+    if kind in PLAIN and not change.decodes:
+        return TensorEntry(PLAIN[kind], shape, file, info.offset)
     if kind not in PLAIN and not _dequantizes(gguf, kind):
         raise NotSupported(
             f"{file.name}: tensor {name[:120]!r} is {kind_name}, which the package gguf does not decode", field="model"
         )
     if not rows and per_block > 1:
         raise broken(file, f"tensor {name[:120]!r}: {kind_name} is for matrices, and this is a list")
-    if heads and info.shape[0] % (2 * heads):
-        raise broken(file, f"tensor {name[:120]!r}: {kind_name} {[*info.shape]} for {heads} heads")
     blocks = TensorEntry(torch.uint8, (info.shape[0], nbytes // info.shape[0]), file, info.offset)
-    decode = partial(_decode_shifted, kind) if shifted else partial(_decode, kind, heads)
-    form = None if shifted or not rows else FORMATS.get(kind_name)
-    integers = partial(_integers, kind_name, heads, decode)
+    decode = partial(_decode, kind, change)
+    form = FORMATS.get(kind_name) if rows and change.columns is None and change.values is None else None
+    integers = partial(_integers, kind_name, change.rows, decode)
     encoding = Encoding({"blocks": (name, blocks)}, decode, kind=kind_name, form=form, integers=integers)
-    return TensorEntry(PLAIN.get(kind, COUNTS_AS), info.shape, file, encoding=encoding)
+    return TensorEntry(PLAIN.get(kind, COUNTS_AS), shape, file, encoding=encoding)
 
 
 def _dequantizes(gguf: Any, kind: int) -> bool:
@@ -99,27 +95,21 @@ def _dequantizes(gguf: Any, kind: int) -> bool:
     return True
 
 
-def _decode_shifted(kind: int, parts: Mapping[str, Tensor], first: int, last: int) -> Tensor:
-    return _decode(kind, 0, parts, first, last) - 1.0
-
-
-def _rows(heads: int, blocks: Tensor, first: int, last: int) -> Tensor:
-    if not heads:
-        return blocks[first:last]
-    # llama.cpp pairs neighbouring channels where Hugging Face pairs the halves of a head
-    order = torch.arange(len(blocks)).view(heads, -1, 2).transpose(1, 2).reshape(-1)
-    return blocks[order[first:last]]
-
-
-def _integers(kind_name: str, heads: int, decode: Decode, parts: Mapping[str, Tensor]) -> Integers:
+def _integers(kind_name: str, order: Tensor | None, decode: Decode, parts: Mapping[str, Tensor]) -> Integers:
     blocks = parts["blocks"]
-    return integers_of(kind_name, _rows(heads, blocks, 0, len(blocks)), partial(decode, parts))
+    return integers_of(kind_name, blocks if order is None else blocks[order], partial(decode, parts))
 
 
-def _decode(kind: int, heads: int, parts: Mapping[str, Tensor], first: int, last: int) -> Tensor:
-    gguf, rows = library(), _rows(heads, parts["blocks"], first, last)
+def _decode(kind: int, change: Change, parts: Mapping[str, Tensor], first: int, last: int) -> Tensor:
+    blocks, order = parts["blocks"], change.rows
+    rows = blocks[first:last] if order is None else blocks[order[first:last]]
     if kind in PLAIN:
-        return rows.contiguous().view(PLAIN[kind]).to(torch.float32)
-    with np.errstate(all="ignore"):  # what is not finite is refused where weights are loaded
-        made = gguf.quants.dequantize(rows.numpy(), gguf.GGMLQuantizationType(kind))
-    return torch.from_numpy(np.ascontiguousarray(made, np.float32))
+        made = rows.contiguous().view(PLAIN[kind]).to(torch.float32)
+    else:
+        gguf = library()
+        with np.errstate(all="ignore"):  # what is not finite is refused when weights are loaded
+            numbers = gguf.quants.dequantize(rows.numpy(), gguf.GGMLQuantizationType(kind))
+        made = torch.from_numpy(np.ascontiguousarray(numbers, np.float32))
+    if change.columns is not None:
+        made = made[:, change.columns]
+    return made if change.values is None else change.values(made)

@@ -29,7 +29,8 @@ Factors = Mapping[str, np.ndarray[Any, np.dtype[np.float32]]]
 """float32 [rotated channels / 2], by `FACTORS`."""
 
 ROLES: Final = ("weight", "bias")
-IN_LAYER: Final = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_]+)\.(weight|bias)")
+IN_LAYER: Final = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_0-9]+)((?:\.weight|\.bias)?)")
+DRAFTS: Final = "nextn_predict_layers"
 
 IRRELEVANT: Final = ("rope.scaling.finetuned", "tensor_data_layout")
 OFF: Final[Mapping[str, tuple[object, ...]]] = {
@@ -43,14 +44,22 @@ OFF: Final[Mapping[str, tuple[object, ...]]] = {
 }
 
 
-def hugging_face_name(name: str, known: Architecture) -> str:
-    """The tensor's name in Hugging Face's format; an unknown one as it is."""
+def hugging_face_name(name: str, known: Architecture, layers: int) -> str:
+    """The tensor's name in Hugging Face's format; an unknown one as it is. Of ``layers`` layers: blocks behind them
+    draft tokens, if the architecture has such."""
     whole, _, role = name.rpartition(".")
     if whole in WHOLE and role in ROLES:
         return f"{WHOLE[whole]}.{role}"
-    match = IN_LAYER.fullmatch(name)
-    part = match and (known.names.get(match[2]) or LAYER.get(match[2]))
-    return f"model.layers.{match[1]}.{part}.{match[3]}" if match and part else name
+    block = name.split(".")[1] if name.startswith("blk.") else ""
+    if known.drafts and block.isdecimal() and int(block) >= layers:
+        return f"mtp.{name}"
+    if match := IN_LAYER.fullmatch(name):
+        layer, part, role = match.groups()
+        if own := known.names.get(part + role):
+            return f"model.layers.{layer}.{own}"
+        if role and (own := known.names.get(part) or LAYER.get(part)):
+            return f"model.layers.{layer}.{own}{role}"
+    return name
 
 
 def architecture(header: Header) -> Architecture:
@@ -73,7 +82,10 @@ def config(header: Header, factors: Factors) -> dict[str, Any]:
     known, name = architecture(header), str(header.metadata["general.architecture"])
     fields, tokens = Fields(_kept(header, f"{name}."), name), Fields(_kept(header, "tokenizer.ggml."), "tokenizer.ggml")
     hidden, heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
-    head_dim, layers = fields.integer("attention.key_length", max(1, hidden // heads)), fields.integer("block_count")
+    head_dim = fields.integer("attention.key_length", max(1, hidden // heads))
+    layers = fields.integer("block_count")
+    if known.drafts:
+        layers -= fields.integer(DRAFTS, 0, low=0, high=layers - 1)
     _expect(fields, "attention.value_length", head_dim, f"heads of {head_dim} with {{}} values")
     rotary_dim = fields.integer("rope.dimension_count", head_dim)
     if not known.partial:

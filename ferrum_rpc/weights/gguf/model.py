@@ -12,6 +12,7 @@ from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.weights.entries import TensorEntry, broken
 from ferrum_rpc.weights.gguf.architectures import Architecture
 from ferrum_rpc.weights.gguf.blocks import mapped, tensor_entry
+from ferrum_rpc.weights.gguf.changes import change
 from ferrum_rpc.weights.gguf.header import Header, read_header
 from ferrum_rpc.weights.gguf.metadata import FACTORS, Factors, architecture, config, hugging_face_name
 
@@ -74,15 +75,14 @@ def _factors(files: Sequence[Path], headers: Sequence[Header]) -> Factors:
 def _entries(file: Path, header: Header, known: Architecture, read: dict[str, Any]) -> dict[str, TensorEntry]:
     entries: dict[str, TensorEntry] = {}
     for name, info in sorted(header.tensors.items(), key=lambda each: each[1].offset):
-        to, heads = hugging_face_name(name, known), 0
+        to = hugging_face_name(name, known, read["num_hidden_layers"])
         if to in entries:
             raise broken(file, f"tensor {name[:120]!r} is there twice")
-        if known.interleaved and ".self_attn.q_proj." in to:
-            heads = read["num_attention_heads"]
-        elif known.interleaved and ".self_attn.k_proj." in to:
-            heads = read["num_key_value_heads"]
-        shifted = known.shifted and to.endswith("norm.weight")
-        entries[to] = tensor_entry(header, file, name, info, heads, shifted=shifted)
+        try:
+            undone = change(to, info.shape, known, read)
+        except InvalidRequest as error:
+            raise broken(file, f"tensor {name[:120]!r}: {error.message}") from None
+        entries[to] = tensor_entry(header, file, name, info, undone)
     _check_overlap(file, entries)
     return {name: entry for name, entry in entries.items() if name not in FACTORS}
 

@@ -86,7 +86,7 @@ def convert(model: Any, checkpoint: Path, file: Path, kind: str) -> None:
             self.gguf_writer.add_vocab_size(SHAPE["vocab_size"])
 
     writer = get_model_class(type(model).__name__)
-    writer.set_vocab = without_words
+    writer.set_vocab, writer.no_mtp = without_words, True
     with torch.inference_mode():
         writer(checkpoint, getattr(gguf.LlamaFileType, kind), file).write()
 

@@ -29,6 +29,14 @@ SHAPE = {
     "max_position_embeddings": 128,
 }
 HEADS = {"head_dim": 16}
+RECURRENT = HEADS | {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0]},
+}
 GEMMA = HEADS | {"tie_word_embeddings": True, "sliding_window": 4}
 FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.6], "long_factor": [1.5, 2.0, 4.0, 8.0]}
 FAMILIES: dict[str, tuple[str, dict]] = {
@@ -54,6 +62,8 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "olmo2": ("olmo2", {}),
     "glm4": ("glm4", HEADS),
     "starcoder2": ("starcoder2", {"tie_word_embeddings": True}),
+    "qwen35": ("qwen3_5", RECURRENT),
+    "qwen35-tiled": ("qwen3_5", RECURRENT | {"linear_num_value_heads": 6, "tie_word_embeddings": True}),
     "cohere2": (
         "cohere2",
         {"num_hidden_layers": 4, "sliding_window": 4, "sliding_window_pattern": 4, "tie_word_embeddings": True},
