@@ -13,12 +13,16 @@ import torch
 
 from ferrum_rpc.engine.adapters import Adapters
 from ferrum_rpc.models.adapter_config import LowRank
+from ferrum_rpc.models.decoder import Decoder
 from ferrum_rpc.models.layout import TensorPlacement, layout
+from ferrum_rpc.models.linear import LinearFactory, PlainLinear
 from ferrum_rpc.models.lora import Loras, TorchLoras
+from ferrum_rpc.models.native_linear import PairFactory
 from ferrum_rpc.models.native_lora import NativeLoras
 from ferrum_rpc.usage import ISA_VARIABLE
 from tests.numerics.ranks import BOTH, FOUR, TWO, on_ranks
-from tests.support.adapters import load_adapters, make_adapter, merge
+from tests.numerics.whole_models import native_of
+from tests.support.adapters import Weights, load_adapters, make_adapter, merge
 from tests.support.harness import (
     CPU,
     SPLITS,
@@ -28,7 +32,7 @@ from tests.support.harness import (
     error,
     made_or_skip,
     native,
-    native_or_skip,
+    random_decoder,
     rounded_model,
 )
 from tests.support.inside import held_bytes
@@ -104,15 +108,21 @@ Prepare = Callable[..., tuple[Any, Loras]]
 
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch) -> Prepare:
-    """Makes a decoder and what holds its adapters: products and adapters are ours, or torch's."""
+    """Makes a decoder and what holds its adapters: products and adapters are ours, or torch's. Without a ``reference``
+    its weights are random."""
 
-    def prepare(how: str, reference: Any, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Loras]:
+    def prepare(how: str, reference: Any = None, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Loras]:
+        def made(linear: LinearFactory) -> Decoder:
+            if reference is None:
+                return random_decoder("qwen3", dtype, linear)
+            return native_of(reference, lambda: linear, dtype)
+
         if how == "torch":
-            decoder = native(reference, dtype, "plain")
+            decoder = made(PlainLinear)
             return decoder, TorchLoras(layout(decoder.spec), dtype, decoder.device)
         if how.endswith("avx2"):
             monkeypatch.setenv(ISA_VARIABLE, "avx2")
-        decoder = native_or_skip(reference, dtype, "native")
+        decoder = made(made_or_skip(PairFactory))
         _, loras = decoder.take_adapters(64)
         if loras.name != "native":
             pytest.skip("no kernel of ours runs here")
@@ -161,11 +171,9 @@ def play(executor: Executor, only: int | None = None) -> dict[int, torch.Tensor]
 @HOW
 def test_a_batch_of_several_and_the_base_is_each_alone(how, tmp_path, prepared):
     """To the bit where the kernels are ours, as is what the base computes without any adapter there."""
-    dtype = torch.float32 if how == "torch" else torch.bfloat16
-    reference = rounded_model("qwen3", dtype)
-    decoder, loras = prepared(how, reference, dtype)
+    decoder, loras = prepared(how, dtype=torch.float32 if how == "torch" else torch.bfloat16)
     base = play(Executor(decoder), only=0)[0]
-    load_adapters(four_adapters(tmp_path, reference), loras)
+    load_adapters(four_adapters(tmp_path, Weights(decoder.spec)), loras)
 
     def played(only: int | None = None) -> dict[int, torch.Tensor]:
         used = {1: 1, 2: 2, 3: 3, 4: 4, 5: 1}
