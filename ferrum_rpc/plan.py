@@ -28,8 +28,6 @@ def plan(settings: ServeSettings, memory: int | None, *, as_json: bool) -> int:
         sequences = f"{made.full_sequences:,.1f} sequences of {made.max_context:,} tokens"
         estimate = ", an estimate" if made.estimated else ""
         weights = made.dtype if made.quantize == "none" else f"{made.quantize}, the rest {made.dtype}"
-        copied = made.kv_copied_bytes_per_token
-        copies = f"{copied:,} bytes of these are copies: layers that share keys and values keep their own"
         slots = f"{made.state_slots:,} slots of {gib(made.state_bytes)}, one for each live sequence"
         left, others = made.memory_bytes - made.all_bytes, made.others.ranks
         alone = "what follows is of the first of them" + (", until all" if others else " alone")
@@ -43,7 +41,6 @@ def plan(settings: ServeSettings, memory: int | None, *, as_json: bool) -> int:
             *([("reserve", gib(made.reserve_bytes), "context, workspaces, graphs")] if made.reserve_bytes else []),
             ("kv cache", gib(made.kv_bytes), f"{made.kv_blocks:,} blocks of {made.block_size} tokens: {made.reason}"),
             ("", "", f"{made.kv_tokens:,} tokens of {made.kv_bytes_per_token:,} bytes ({made.kv_dtype}), {sequences}"),
-            *([("", "", copies)] if copied else []),
             *([("states", gib(made.slots_bytes), slots)] if made.state_slots else []),
             *([("all", gib(made.all_bytes), f"of {1 + others} ranks on this machine")] if others else []),
             ("left", gib(max(0, left)), "it does not fit" if left < 0 else ""),

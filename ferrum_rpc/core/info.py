@@ -93,10 +93,10 @@ class ModelInfo:
     """Properties of the loaded model. ``kv_bytes_per_token`` counts K and V of all layers, and is known once there is a
     cache; ``state_bytes`` are those of a sequence's recurrent states, and ``states`` their tensors, if they can be
     moved. ``latent``: the cache has one row per token and layer, of ``head_dim`` numbers, which is key and value.
-    ``kv_shapes``: the KV heads and their width of each layer that keeps K and V, if they differ; then ``heads``,
-    ``kv_heads`` and ``head_dim`` are those of the first one. GetInfo reports neither. ``folder``: its path on the
-    executor's machine; empty for a built-in model. ``fingerprint``: 32 bytes; models with the same one compute the same
-    K and V. ``tokenizer_sha256``: of the tokenizer of grammars; empty: there are none."""
+    ``kv_shapes``: the KV heads and their width of each layer that keeps K and V, unless all layers keep the same;
+    ``heads``, ``kv_heads`` and ``head_dim`` are those of the first one. GetInfo reports neither. ``folder``: its path
+    on the executor's machine; empty for a built-in model. ``fingerprint``: 32 bytes; models with the same one compute
+    the same K and V. ``tokenizer_sha256``: of the tokenizer of grammars; empty: there are none."""
 
     name: str
     architecture: str

@@ -62,34 +62,50 @@ class Saved:
 
 class KvStore:
     """``keys[l]`` and ``values[l]``: [num_blocks, block_size, kv_heads, head_dim] of layer ``l``, in the dtype of
-    ``layers[l]``. They are views of ``buffers``, one [layers, 2, num_blocks, ...] for each different spec; of one
-    without pairs [layers, 1, num_blocks, ...], and both are the same view.
+    ``layers[l]``. Those of a layer that has another one in ``sources`` are the other one's. They are views of
+    ``buffers``, one [layers, 2, num_blocks, ...] for each different spec; of one without pairs [layers, 1, num_blocks,
+    ...], and both are the same view.
 
     The memory is not initialised: on a CPU its pages are touched when they are first written, so that a large pool
     costs nothing until it is used. Nothing may read a slot that was not written, but those of the null block, which are
     zero at first: kernels that read whole tiles of keys may read them behind a window, and give them no weight.
     """
 
-    def __init__(self, layers: Sequence[CacheSpec], num_blocks: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        layers: Sequence[CacheSpec],
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        *,
+        sources: Sequence[int] = (),
+    ) -> None:
         for name, value in (("layers", len(layers)), ("num_blocks", num_blocks), ("block_size", block_size)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
+        sources = sources or range(len(layers))
+        if any(
+            layers[source] != layer or sources[source] != source for layer, source in zip(layers, sources, strict=True)
+        ):
+            raise ValueError("a layer and the one whose keys and values it has must have the same spec")
+        own = [layer for layer, source in enumerate(sources) if source == layer]
         by_spec = {
             spec: torch.empty(
                 (count, 1 + spec.pairs, num_blocks, block_size, spec.kv_heads, spec.head_dim),
                 dtype=spec.dtype,
                 device=device,
             )
-            for spec, count in Counter(layers).items()
+            for spec, count in Counter([layers[layer] for layer in own]).items()
         }
         self.buffers = tuple(by_spec.values())
         for buffer in self.buffers:
             buffer[:, :, 0] = 0
         self._slots = [buffer.flatten(2, 3) for buffer in self.buffers]
         unused = {spec: iter(buffer) for spec, buffer in by_spec.items()}
-        self._parts: list[Tensor] = [next(unused[spec]) for spec in layers]
-        self.keys: list[Tensor] = [parts[0] for parts in self._parts]
-        self.values: list[Tensor] = [parts[-1] for parts in self._parts]
+        of_layer = {layer: next(unused[layers[layer]]) for layer in own}
+        self._parts: list[Tensor] = [*of_layer.values()]
+        self.keys: list[Tensor] = [of_layer[source][0] for source in sources]
+        self.values: list[Tensor] = [of_layer[source][-1] for source in sources]
         self._device = device
 
     def copy_blocks(self, pairs: Int64Array) -> None:
@@ -110,8 +126,9 @@ class KvStore:
             each.index_copy_(2, saved.slots, content)
 
     def read(self, slots: Int64Array, layer: int, width: int) -> tuple[npt.NDArray[np.uint8], ...]:
-        """The bytes of ``slots`` (int64 [n]) in a layer, each uint8 [bytes], on the host: K and V, [n, kv_heads,
-        width], and if a row has more than ``width`` numbers, the rest of K and of V. Without pairs K alone."""
+        """The bytes of ``slots`` (int64 [n]) in a layer, of those that have their own, each uint8 [bytes], on the host:
+        K and V, [n, kv_heads, width], and if a row has more than ``width`` numbers, the rest of K and of V. Without
+        pairs K alone."""
         rows = []
         for each in self._parts[layer]:
             of_layer = each.flatten(0, 1)
@@ -119,7 +136,7 @@ class KvStore:
                 rows.append(_bytes(of_layer)[slots])
             else:
                 rows.append(_bytes(of_layer.index_select(0, to_device(torch.from_numpy(slots), self._device))))
-        end = width * self.keys[layer].itemsize
+        end = width * self._parts[layer].itemsize
         parts = [each[..., :end] for each in rows]
         if rows[0].shape[-1] > end:
             parts += [each[..., end:] for each in rows]

@@ -152,7 +152,7 @@ class ServerState:
         self._model, self._device = model, device
         if model.tokenizer_sha256:
             self.capabilities = (*self.capabilities, CAPABILITY_GRAMMAR)
-        if model.state_bytes or model.latent or model.kv_shapes:
+        if model.state_bytes or model.latent or len({*model.kv_shapes}) > 1:
             self.capabilities = tuple(each for each in self.capabilities if each != CAPABILITY_KV_TRANSPORT_NIXL)
         self.limits = replace(self.limits, max_top_tokens=min(self.limits.max_top_tokens, model.vocab_size))
         cache = self.engine.cache

@@ -64,7 +64,7 @@ class CacheLayout:
         if dtype is None:
             raise NotSupported(f"a cache of {model.kv_dtype} cannot be moved")
         layers = model.layers - (0 if model.states is None else model.states.layers)
-        shapes = tuple([model.kv_shape(layer) for layer in range(layers)])
+        shapes = model.kv_shapes or (model.kv_shape(0),) * layers
         return cls(fingerprint or model.fingerprint, shapes, dtype, adapter, model.states, model.latent)
 
     @property

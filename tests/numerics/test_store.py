@@ -143,3 +143,30 @@ def test_blocks_of_a_device_are_gathered_at_once_and_nobody_waits(layers, monkey
         assert len(marks) == 1 and not marks[0].waited
         assert [bytes(each()) for each in contents] == [bytes(here.read_block(block)) for block in (3, 1)]
         assert marks[0].waited and bytes(there.read_block(3)) == bytes(here.read_block(0))
+
+
+# --- layers that share keys and values --------------------------------------------------------------------------------
+
+
+def test_a_layer_with_the_keys_and_values_of_another_one_keeps_none():
+    narrow, wide = CacheSpec(2, 8, torch.bfloat16), CacheSpec(1, 24, torch.float32)
+    layers, sources = [narrow, wide, narrow, wide, narrow], [0, 1, 2, 1, 0]
+    store = KvStore(layers, 6, 4, torch.device("cpu"), sources=sources)
+    assert store.block_bytes == KvStore([narrow, wide, narrow], 6, 4, torch.device("cpu")).block_bytes
+    for layer, source in enumerate(sources):
+        for parts in (store.keys, store.values):
+            assert parts[layer].data_ptr() == parts[source].data_ptr()
+            parts[layer].fill_(source + 1)
+    kept = [store.read(np.array([5, 9]), layer, 24)[0] for layer in range(3)]
+    assert [each.view(np.float32)[0] for each in kept[1:2]] == [2.0]
+    saved = store.save(np.array([5]))
+    store.keys[3][1, 1] = 7.0
+    store.restore(saved)
+    assert (store.keys[1] == 2.0).all() and (store.keys[0] == 1.0).all() and (store.keys[2] == 3.0).all()
+
+
+@pytest.mark.parametrize("sources", [[0, 0], [1, 1], [1, 0]])
+def test_a_layer_has_the_keys_and_values_of_one_with_its_spec_that_has_its_own(sources):
+    different = [CacheSpec(2, 8, torch.bfloat16), CacheSpec(1, 16, torch.bfloat16)]
+    with pytest.raises(ValueError, match="same spec"):
+        KvStore(different, 6, 4, torch.device("cpu"), sources=sources)

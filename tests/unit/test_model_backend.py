@@ -318,14 +318,14 @@ def test_all_of_its_weights_and_its_cache_are_planned(other_folder, run):
     assert status == 0 and "GPTNeoXForCausalLM, float32" in out
 
 
-async def test_layers_that_share_keys_and_values_say_what_their_copies_cost(run, tmp_path):
-    folder = make_family_checkpoint(tmp_path / "model", "gemma4_text (shared K and V)")
-    status, planned, _ = run("plan", folder)
-    assert status == 0 and "of 768 bytes" in planned and "384 bytes of these are copies" in planned
-    async with serve_model(settings(folder, model_backend="hf")) as served, ExecutorClient(served.target) as client:
-        info = await client.info()
-        assert "384 of the cache's 768 bytes" in dict(info.device.choices)["shared_kv=copied"]
-        assert info.model.kv_bytes_per_token == 768
+@pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text (shared K and V)"])
+def test_layers_that_share_keys_and_values_keep_none(tmp_path, family):
+    runner = build_runner(settings(make_family_checkpoint(tmp_path, family)))
+    assert "2 of 4 layers attend over" in dict(runner.device.choices)["shared_kv=stored once"]
+    keys = runner.store.keys
+    assert [keys[2].data_ptr(), keys[3].data_ptr()] == [keys[0].data_ptr(), keys[1].data_ptr()]
+    held = sum(each.nbytes for each in runner.store.buffers)
+    assert held == (runner.kv.total_blocks + 1) * 4 * runner.info.kv_bytes_per_token
 
 
 GLOBAL = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_attention_heads": 4, "num_hidden_layers": 4}
@@ -333,18 +333,21 @@ GLOBAL |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "global_h
 """Of a Gemma 4 whose layers without a window have fewer and wider heads: 1 of 24, and 2 of 8."""
 
 
-UNLIKE: dict[str, tuple[str, Callable[[], Any], int]] = {
-    "gemma4_text": ("hf", lambda: make_family("gemma4_text", **GLOBAL), 2 * 2 * (2 * 8 + 1 * 24) * 4),
-    "deci": ("native", make_deci, 2 * sum(LISTED) * 16 * 4),
+SHARED = "gemma4_text (shared K and V)"
+UNLIKE: dict[str, tuple[str, Callable[[], Any], int, int]] = {
+    "gemma4_text": ("hf", lambda: make_family("gemma4_text", **GLOBAL), 2 * 2 * (2 * 8 + 1 * 24) * 4, 4),
+    "deci": ("native", make_deci, 2 * sum(LISTED) * 16 * 4, 4),
+    SHARED: ("hf", lambda: make_family(SHARED), 2 * (2 * 8 + 2 * 16) * 4, 2),
+    "gemma3n_text": ("hf", lambda: make_family("gemma3n_text"), 2 * 2 * (2 * 8) * 4, 0),
 }
-"""Models whose layers have unlike KV heads: the backend, what makes one in transformers, and the bytes of a token in
-float32."""
+"""Models whose layers do not keep the same: the backend, what makes one of transformers, bytes of a token in float32,
+and the layers that a layout lists."""
 
 
 @pytest.mark.parametrize("family", UNLIKE)
 async def test_layers_of_unlike_widths_are_shared_cut_parked_and_moved(run, tmp_path, family):
     """With the rows of transformers wherever the sequence is, and nothing of it computed twice."""
-    (backend, make, token_bytes), folder = UNLIKE[family], tmp_path / "model"
+    (backend, make, token_bytes, listed), folder = UNLIKE[family], tmp_path / "model"
     model = make()
     model.save_pretrained(folder)
     status, out, _ = run("plan", folder, "--dtype", "float32")
@@ -381,7 +384,7 @@ async def test_layers_of_unlike_widths_are_shared_cut_parked_and_moved(run, tmp_
         assert right(await rows(forked)) and right(await rows(sequence))
         await sequence.export_to(file)
         told = [*(await served.executor.GetInfo(pb.GetInfoRequest())).kv_cache.tensors]
-        assert told == [*read_layout(file).tensors] and sum(each.layers for each in told) == 2 * info.model.layers
+        assert told == [*read_layout(file).tensors] and sum(each.layers for each in told) == 2 * listed
         await other.park()
         assert right(await rows(other))
         async with serve_model(config) as second, ExecutorClient(second.target) as there:

@@ -347,9 +347,7 @@ def test_programs_get_every_number(folder, plan):
     assert status == 0 and facts["fits"] is True
     texts = "architecture device dtype quantize kv_dtype reason alternative advice"
     sizes = "memory weights adapters activations sampling reserve kv state slots total all"
-    counts = (
-        "ranks step_tokens kv_bytes_per_token kv_copied_bytes_per_token block_size kv_blocks kv_tokens max_context "
-    )
+    counts = "ranks step_tokens kv_bytes_per_token block_size kv_blocks kv_tokens max_context "
     counts += "state_slots"
     assert {name: type(value) for name, value in facts.items()} == {
         **dict.fromkeys(texts.split(), str),

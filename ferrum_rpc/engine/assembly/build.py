@@ -248,14 +248,13 @@ def _grammars(choices: Choices, info: ModelInfo, reasons: Reasons) -> tuple[Mode
 def _describe(choices: Choices, model: Model) -> ModelInfo:
     """What a scheduler must know about the served model."""
     config, facts = choices.config, choices.facts
-    shapes = tuple((each.kv_heads, each.head_dim) for each in facts.all_layers)
     info = replace(
         model.info(config.name or facts.name),
         max_context=choices.max_context,
         kv_bytes_per_token=choices.slot_bytes_of_all,
         state_bytes=choices.state_bytes_of_all,
         states=choices.state_tensors,
-        kv_shapes=shapes if len({*shapes}) > 1 else (),
+        kv_shapes=choices.kv_shapes,
         fingerprint=choices.source.fingerprint(),
     )
     if config.kv_dtype in ROUNDED:

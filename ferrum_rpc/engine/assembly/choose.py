@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 
@@ -63,12 +63,15 @@ FP8_CAPABILITY: Final = (8, 9)
 """The first compute capability that converts to and from fp8 (e4m3), as the kernels do."""
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Choices:
     """What ``config`` means on this machine. ``facts`` are those of ``source``. ``cache``: what each attention layer
-    keeps per token. ``max_context``: the model's, or less if less is set. ``attention``: the backend's name and its
-    factory. ``elsewhere``: the device is not in this machine. ``kernels``: what advances the states of recurrent
-    layers on a GPU. ``reasons``: choice -> reason."""
+    keeps per token, if it is its own. ``max_context``: the model's, or less if less is set. ``attention``: the
+    backend's name and its factory. ``elsewhere``: the device is not in this machine. ``kernels``: what advances the
+    states of recurrent layers on a GPU. ``reasons``: choice -> reason."""
 
     config: ModelSettings
     device: torch.device
@@ -88,13 +91,24 @@ class Choices:
     @property
     def slot_bytes(self) -> int:
         """Cache bytes per token, of all layers."""
-        return sum(layer.slot_bytes for layer in self.cache)
+        return sum(layer.slot_bytes for layer in self._kept(self.cache))
 
     @property
     def slot_bytes_of_all(self) -> int:
         """As `slot_bytes`, of all ranks, each head once."""
         layers = cache_layers(self.facts.all_layers, self.facts.dtype, self.config.kv_dtype)
-        return sum(layer.slot_bytes for layer in layers)
+        return sum(layer.slot_bytes for layer in self._kept(layers))
+
+    @property
+    def kv_shapes(self) -> tuple[tuple[int, int], ...]:
+        """`ModelInfo.kv_shapes`."""
+        shapes = tuple((each.kv_heads, each.head_dim) for each in self._kept(self.facts.all_layers))
+        return () if len({*shapes}) == 1 and len(shapes) == len(self.facts.all_layers) else shapes
+
+    def _kept(self, layers: Sequence[T]) -> list[T]:
+        """Those that keep keys and values of their own."""
+        sources = self.facts.sources or range(len(layers))
+        return [layer for index, layer in enumerate(layers) if sources[index] == index]
 
     @property
     def state_bytes(self) -> int:
@@ -114,12 +128,6 @@ class Choices:
             return None
         own, wide = (str(each).removeprefix("torch.") for each in (dtype, torch.promote_types(dtype, torch.float32)))
         return StateTensors(layers[0], len(layers), own, wide, STEP_TOKENS)
-
-    @property
-    def copied_bytes(self) -> int:
-        """The part of `slot_bytes` of layers that attend over another layer's keys and values: each keeps its own
-        copy."""
-        return sum(self.cache[layer].slot_bytes for layer in self.facts.copied)
 
     @property
     def attends_in_c(self) -> bool:
@@ -173,12 +181,10 @@ def choose(
         reasons.append((f"recurrence={by}", reason))
     cache = cache_layers(facts.layers, facts.dtype, config.kv_dtype)
     attention = name, factory
-    chosen = Choices(config, device, source, facts, cache, max_context, attention, elsewhere, kernels, tuple(reasons))
-    if not facts.copied:
-        return chosen
-    share = f"{len(facts.copied)} of {len(cache)} layers attend over keys and values of a layer before them"
-    cost = f"{share}; each keeps its own, {chosen.copied_bytes} of the cache's {chosen.slot_bytes} bytes of a token"
-    return replace(chosen, reasons=(*reasons, ("shared_kv=copied", cost)))
+    if shared := sum(source != layer for layer, source in enumerate(facts.sources)):
+        share = f"{shared} of {len(cache)} layers attend over keys and values of a layer before them, and keep none"
+        reasons.append(("shared_kv=stored once", share))
+    return Choices(config, device, source, facts, cache, max_context, attention, elsewhere, kernels, tuple(reasons))
 
 
 def check_kv_dtype(kv_dtype: str, device: torch.device, *, elsewhere: bool = False) -> None:

@@ -51,7 +51,7 @@ class HfCheckpoint(NamedTuple):
             spec.vocab_size,
             spec.modules,
             numbers=self.checkpoint.numbers,
-            copied=spec.copied,
+            sources=spec.sources,
             estimated=True,
         )
 

@@ -34,9 +34,7 @@ class MemoryPlan:
     cache can hold. ``kv_dtype``: the dtype of the cache. ``reason``: of the cache's size, or why it holds no block.
     ``alternative``: flags that fit, if these do not. ``estimated``: the activations are a conservative estimate.
     ``ranks``: how many share the model; except for ``others``, all numbers are those of the first.
-    ``state_slots``: slots for the recurrent states of sequences, of ``state_bytes`` each.
-    ``kv_copied_bytes_per_token``: the part of ``kv_bytes_per_token`` of layers that attend over another layer's keys
-    and values."""
+    ``state_slots``: slots for the recurrent states of sequences, of ``state_bytes`` each."""
 
     architecture: str
     device: str
@@ -59,7 +57,6 @@ class MemoryPlan:
     estimated: bool = False
     ranks: int = 1
     others: OtherRanks = NO_OTHERS
-    kv_copied_bytes_per_token: int = 0
     state_slots: int = 0
     state_bytes: int = 0
 

@@ -213,7 +213,6 @@ def _plan(choices: Choices, config: ModelSettings, largest: LargestStep, memory:
             kv_bytes_per_token=sum(count * each.slot_bytes for each, count in others),
             state_bytes=sum(count * each.state_bytes for each, count in others),
         ),
-        kv_copied_bytes_per_token=choices.copied_bytes,
         state_slots=slots,
         state_bytes=choices.state_bytes,
     )

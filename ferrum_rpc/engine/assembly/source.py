@@ -52,11 +52,11 @@ class ModelFacts(NamedTuple):
     """``architecture`` as the configuration names it; ``dtype`` of what is computed; ``layers``: the attention layers
     of this rank, ``all_layers`` those of all ranks. ``max_context``: the longest sequence that the model can have.
     ``vocab_size``: that of all ranks. ``modules``: the matrices that adapters can change, by name, with their sizes
-    [out, in]. ``copied``: layers that attend over an earlier layer's keys and values, and keep a copy. ``numbers``: how
-    many weights the checkpoint has; 0: there is none. ``estimated``: `ModelSource.activation_bytes` is an estimate.
-    ``recurrent``: the recurrent layers of this rank, ``all_recurrent`` those of all ranks.
-    ``quantized``: how weights are held that are quantized in memory: int8, int4, or what the checkpoint stores (gptq;
-    q4_k,q6_k); none."""
+    [out, in]. ``sources``: for each layer the one whose keys and values it attends over, itself or an earlier one;
+    empty: each layer has its own. ``numbers``: how many weights the checkpoint has; 0: there is none. ``estimated``:
+    `ModelSource.activation_bytes` is an estimate. ``recurrent``: the recurrent layers of this rank, ``all_recurrent``
+    those of all ranks. ``quantized``: how weights are held that are quantized in memory: int8, int4, or what the
+    checkpoint stores (gptq; q4_k,q6_k); none."""
 
     name: str
     architecture: str
@@ -66,7 +66,7 @@ class ModelFacts(NamedTuple):
     max_context: int
     vocab_size: int
     modules: Mapping[str, tuple[int, int]]
-    copied: tuple[int, ...] = ()
+    sources: tuple[int, ...] = ()
     numbers: int = 0
     estimated: bool = False
     quantized: str = "none"

@@ -156,7 +156,8 @@ def make_cache(
     choices: Choices, model: Model, blocks: int, block_size: int, make: Callable[..., KvStore] = KvStore
 ) -> tuple[KvStore, AttentionBackend]:
     """A cache of so many ``blocks``, including the null block, and the backend that reads and writes it."""
-    store = make(choices.cache, blocks, block_size, choices.device)
+    shared = {"sources": choices.facts.sources} if choices.facts.sources else {}
+    store = make(choices.cache, blocks, block_size, choices.device, **shared)
     _, factory = choices.attention
     return store, factory(model.attention_specs, store.keys, store.values, sinks=model.sinks)
 

@@ -63,9 +63,9 @@ class HfSpec:
     """A decoder of transformers without weights. ``kind`` is its class and ``config`` transformers' configuration;
     ``shapes`` are those of its own tensors, by its own names. ``max_context`` is its context, ``longest`` the one that
     it may be scaled to. ``scaling``: kinds of rotary scaling that are fixed by `rope.freeze`. ``sinks``: for each layer
-    the name of the weight that has its attention sinks, or an empty one. ``copied``: the layers that attend over an
-    earlier layer's keys and values. ``modules``: the linear layers that adapters can change, with their sizes [out,
-    in]."""
+    the name of the weight that has its attention sinks, or an empty one. ``sources``: for each layer the one whose keys
+    and values it attends over, itself or an earlier one. ``modules``: the linear layers that adapters can change, with
+    their sizes [out, in]."""
 
     architecture: str
     kind: Any
@@ -81,7 +81,7 @@ class HfSpec:
     longest: int
     scaling: tuple[str, ...]
     sinks: tuple[str, ...]
-    copied: tuple[int, ...]
+    sources: tuple[int, ...]
     modules: Mapping[str, tuple[int, int]]
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
@@ -218,7 +218,7 @@ def _described(kind: Any, config: Any, fields: Fields) -> HfSpec:
         longest=_longest(text, context, scaling),
         scaling=scaling,
         sinks=_sinks(name, model, calls),
-        copied=_copied(calls),
+        sources=_sources(calls),
         modules={key: (each.out_features, each.in_features) for key, each in linear_layers(model, model.dtype).items()},
         eos_token_ids=eos,
         bos_token_id=bos[0] if bos else None,
@@ -322,13 +322,13 @@ def _sinks(name: str, model: Any, calls: list[attention.DryRunCall]) -> tuple[st
     return tuple(names[id(wanted[layer])] if layer in wanted else "" for layer in range(len(calls)))
 
 
-def _copied(calls: list[attention.DryRunCall]) -> tuple[int, ...]:
-    """The layers whose key and value are those of an earlier call."""
-    return tuple(
-        call.layer or 0
-        for number, call in enumerate(calls)
-        if any(call.kept[0] is each.kept[0] and call.kept[1] is each.kept[1] for each in calls[:number])
-    )
+def _sources(calls: list[attention.DryRunCall]) -> tuple[int, ...]:
+    """For each layer the one whose key and value it has: that of the first such call."""
+    found = dict[int, int]()
+    for number, call in enumerate(calls):
+        same = (each for each in calls[:number] if call.kept[0] is each.kept[0] and call.kept[1] is each.kept[1])
+        found[call.layer or 0] = next(same, call).layer or 0
+    return tuple(found[layer] for layer in sorted(found))
 
 
 def _is_window(rule: attention.MaskRule, window: int | None, context: int) -> bool:
