@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -91,6 +93,16 @@ def test_every_promise_is_tried_once_and_full_is_nowhere_smaller_than_ci() -> No
     assert {f"R{n}" for n in range(1, 25)} <= {number(each) for each in PROMISES} <= known
     counts = [name for name in Size.__dataclass_fields__ if isinstance(getattr(CI, name), int)]
     assert all(getattr(FULL, name) >= getattr(CI, name) for name in counts)
+
+
+def test_programs_that_faults_start_import_no_torch() -> None:
+    """It takes three seconds of a processor, of each of them."""
+    files = [each for each in Path(__file__).parent.glob("*.py") if not re.match("test_|soak", each.name)]
+    programs = [each.stem for each in files if '__name__ == "__main__"' in each.read_text()]
+    assert len(programs) == 5
+    imports = "; ".join(f"import tests.faults.{each}" for each in programs)
+    command = [sys.executable, "-c", f"import sys; {imports}; sys.exit('torch' in sys.modules)"]
+    assert subprocess.run(command, cwd=soak.ROOT, check=False).returncode == 0
 
 
 def test_figures_judge_by_their_relation() -> None:
