@@ -213,6 +213,32 @@ class WindowMachine(RuleBasedStateMachine):
             return
         self.finish(data, write)
 
+    @rule(data=st.data(), tokens=st.integers(1, 9), back=st.sampled_from([0, 0, 7]), fails=st.booleans())
+    def run_of_tokens(self, data, tokens, back, fails):
+        """Its steps follow each other before they are committed, and what it holds is there."""
+        world, sequence = self.world, self.idle(data)
+        start = max(0, len(world.tokens[sequence]) - back)
+        try:
+            write = world.reserve(sequence, start, 1, hold=tokens)
+        except KvBlocksExhausted:
+            return
+        if fails:
+            world.rollback(write)
+            return
+        world.run(write)
+        if start < self.kv.length(sequence):
+            world.commit(write)
+            write = world.reserve(sequence, start + 1, 1)
+            world.run(write)
+            tokens -= 1
+        for _ in range(tokens):
+            behind = world.reserve_next(write)
+            world.run(behind)
+            world.commit(write)
+            write = behind
+        world.commit(write)
+        self.kv.end_hold(sequence)
+
     @rule(data=st.data(), few=st.integers(1, 6), end=st.booleans())
     def verify_and_reject(self, data, few, end):
         """To go back within a step of few tokens is free."""
@@ -484,3 +510,30 @@ def test_an_import_takes_the_blocks_of_its_window():
     each.truncate(1, 50)
     each.write(1, 1)
     assert each.fed == 50 and each.kv.imported_from(1) is None, "nothing of it is left"
+
+
+def test_a_promise_counts_from_where_a_truncation_ends_and_not_from_where_tokens_are_fed_again():
+    each = world(usable=40)
+    each.write(1, 60)
+    each.kv.ensure_capacity(1, 9)
+    each.truncate(1, 20)
+    each.feed(1, 20)
+    each.write(2, 1)
+    each.kv.ensure_capacity(2, 4 * each.kv.free_blocks)
+    assert not each.kv.free_blocks
+    each.write(1, 9)
+    each.check()
+
+
+def test_what_is_computed_behind_imported_blocks_that_were_found_is_for_the_caller_alone():
+    each, one = world(usable=60), PrefixUse(caller=b"one")
+    each.write(1, 60, prefix=one)
+    each.write(2, 4 * each.kv.free_blocks)
+    each.release(2)
+    tokens = list(each.tokens[1])
+    each.commit(each.bring(3, tokens[:40], one._replace(imported_from=0)))
+    each.truncate(1, 40)
+    each.write(1, 9)
+    assert each.fed == 0 and each.kv.imported_from(1) == 32
+    assert found(each, [*each.tokens[1], 0], PrefixUse(caller=b"other")) == 0
+    each.check()

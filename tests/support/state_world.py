@@ -131,7 +131,7 @@ class World:
             stages = {rank: partial(self._stage, rank) for rank in range(config.ranks)}
             self.ranked = Ranked(config, stages[0], stages)
             self.runner = self.ranked.runner
-            phases: list[Any] = [each.phase for each in self.ranked.followers]
+            phases: list[Any] = [each.phase for each in self.ranked.followers] if slots is not None else []
             with torch.inference_mode():  # what is not copied there is noticed
                 for buffer in (each for phase in phases for each in phase.slots.store.buffers):
                     buffer.fill_(math.nan)

@@ -6,6 +6,7 @@ The oracle knows no cache. Where only steps of few tokens are involved, bits are
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -357,6 +358,18 @@ def test_a_sequence_that_moves_takes_its_window_along(folder):
     arrived = world.move(sequence, None)
     [outcome] = world.step(world.span(arrived, [2, 3]))
     assert outcome.recomputed_tokens == 0, "it was fed again before it left"
+
+
+@pytest.mark.parametrize("how", ["tensor_parallel", "pipeline_parallel"])
+def test_ranks_feed_again_what_rank_0_has_given_up(folder, how):
+    with closing(WindowWorld(folder, **{how: 2})) as world:
+        assert world.runner.device.free_truncation_tokens == FREE
+        sequence = fed(world, prompt(120), [1])
+        assert world.blocks(sequence) <= MOST
+        world.truncate(sequence, 50)
+        [outcome] = world.step(world.span(sequence, [2]))
+        assert outcome.recomputed_tokens == 50
+        world.step(world.span(world.move(sequence, None), [3]))
 
 
 def test_a_step_under_way_ends_before_tokens_are_fed_again(folder):
