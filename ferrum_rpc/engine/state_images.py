@@ -49,11 +49,9 @@ class SlotSnapshot(Snapshot):
             length, floor, folded = self.lengths
             return np.array([length, floor, *folded][first:last], "<u4").view(np.uint8)
         tensor = self._tensors[rows.tensor]
-        if rows.tensor == "states":
-            found = tensor.flatten(0, 1)[first:last].clone()
-        else:
-            found = tensor.flatten(0, 1)[_places(self._journal, tensor, first, last)]
-        return found.flatten().view(torch.uint8).cpu().numpy()
+        there = tensor.flatten(0, 1)
+        where = slice(first, last) if rows.tensor == "states" else _places(self._journal, tensor, first, last)
+        return _bytes(there)[where].flatten() if there.is_cpu else _bytes(there[where]).flatten()
 
     def close(self) -> None:
         if self._copy in self._slot.before_change:
@@ -74,15 +72,23 @@ def write_rows(slot: RecurrentSlot, lengths: StateLengths, rows: StateRows, data
     slot.become(*lengths)
     tensor: Tensor = {"states": slot.states, "channels": slot.channels, "gates": slot.gates}[rows.tensor]
     journal, heads, wanted = slot.kept(), slot.shape.value_heads, range(rows.first, rows.first + rows.rows)
+    into = tensor.flatten(0, 1)
+    where: slice | list[int]
     if rows.tensor == "states":
-        places = [*wanted]
-        empty = [not lengths.folded[each // heads] for each in wanted]
+        where, empty = slice(wanted.start, wanted.stop), [not lengths.folded[each // heads] for each in wanted]
     else:
-        places = _places(journal, tensor, wanted.start, wanted.stop)
+        where = _places(journal, tensor, wanted.start, wanted.stop)
         empty = [each % len(journal) < len(journal) - lengths.length for each in wanted]
-    content, into = _tensor_of(data, tensor).reshape(len(places), *tensor.shape[2:]), tensor.flatten(0, 1)
-    into[places] = content
-    into[[place for place, nothing in zip(places, empty, strict=True) if nothing]] = 0.0
+    content = np.frombuffer(data, np.uint8).reshape(rows.rows, *tensor.shape[2:-1], -1)
+    if any(empty):
+        content = content.copy()
+        content[empty] = 0
+    if content.shape[-1] != tensor.shape[-1] * tensor.itemsize:
+        raise ValueError(f"{rows.rows} rows of {rows.tensor} have not {content.nbytes} bytes")
+    if into.is_cpu:
+        _bytes(into)[where] = content
+    else:
+        into[where] = _tensor_of(content, into)
 
 
 def numbers_bytes(layers: int) -> int:
@@ -152,8 +158,15 @@ def _places(journal: Sequence[int], tensor: Tensor, first: int, last: int) -> li
     return [each // count * there + journal[each % count] for each in range(first, last)]
 
 
-def _tensor_of(data: Content | bytes, like: Tensor) -> Tensor:
-    content = np.frombuffer(data, np.uint8)
+def _bytes(tensor: Tensor) -> Content:
+    """The bytes of a tensor, uint8 [..., bytes of its last axis]: the memory itself where it is the host's. What is
+    copied of that, numpy copies in this thread. torch has all threads do a part, which takes long if others have the
+    cores."""
+    content: Content = tensor.view(torch.uint8).cpu().numpy()
+    return content
+
+
+def _tensor_of(content: Content, like: Tensor) -> Tensor:
     if not content.flags.writeable:  # torch wants memory that it may write
         content = content.copy()
     return torch.from_numpy(content).view(like.dtype).to(like.device)
