@@ -8,8 +8,10 @@ step after the other.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from queue import Empty
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +39,7 @@ from ferrum_rpc.engine.step import Pending
 from ferrum_rpc.errors import Cancelled, ExecutorError, KvBlocksExhausted, StepFailed
 from tests.support.fake_async_device import LateCompute, late_runner
 from tests.support.inside import in_flight, sequences
+from tests.support.rows import answered, columns_of, tokens_of
 from tests.unit.test_loop_overlap import Fake, Loop, Script
 from tests.unit.test_runner_transactions import IDENTITY, SIZE, Sabotage
 
@@ -70,22 +73,32 @@ def behind(span: Span) -> Span:
     return Span(span.sequence, np.zeros(1, np.int32), span.end, span.output)
 
 
-def tokens_of(rows: core.Rows | None) -> list[int]:
-    assert rows is not None
-    return rows.block["token_ids"][rows.first : rows.first + rows.count].tolist()
+@cache
+def plain_runner() -> TorchRunner:
+    return build_runner(CONFIG)
+
+
+@contextmanager
+def stepping() -> Iterator[TorchRunner]:
+    """A runner without sequences, which takes one step after the other."""
+    runner = plain_runner()
+    with runner.context():
+        yield runner
+        runner.release([*sequences(runner.kv)])
+        runner.forget_prefixes()
+    assert runner.cache_state().free_blocks == runner.kv.total_blocks
 
 
 def alone(span: Span, count: int, at_first: Sequence[Span] = ()) -> list[int]:
-    """What a run chooses on a runner of its own, one step after the other."""
-    runner, chosen = build_runner(CONFIG), list[int]()
-    with runner.context():
+    """What a run chooses, one step after the other."""
+    chosen = list[int]()
+    with stepping() as runner:
         for each in at_first:
-            runner.forward(Step((each._replace(run=None),)))
+            answered(runner, each._replace(run=None))
         each = span._replace(run=None)
         for _ in range(count):
-            [outcome] = runner.forward(Step((each,))).outcomes
-            assert isinstance(outcome, SpanResult)
-            chosen += tokens_of(outcome.rows)
+            [columns] = answered(runner, each)
+            chosen += columns["token_ids"].tolist()
             each = Span(span.sequence, np.array(chosen[-1:], np.int32), each.end, span.output)
     return chosen
 
@@ -773,28 +786,21 @@ class Players:
 
 
 def replay(track: Track) -> None:
-    """The same by a runner of its own, one step after the other: the same tokens and the same bits of the rest. A fork
-    is its parent, cut."""
-    runner, made = build_runner(CONFIG), False
-    with runner.context():
-        for span, outcome in track.done:
+    """The same, one step after the other: the same tokens and the same bits of the rest. A fork is its parent, cut."""
+    with stepping() as runner:
+        for number, (span, outcome) in enumerate(track.done):
             rows = outcome.rows
             assert rows is not None
-            each = span._replace(sequence=1, create=not made, run=None)
-            made = True
+            each, found = span._replace(sequence=1, create=not number, run=None), columns_of(rows)
             if span.output.positions is Positions.ALL:
-                [mine] = runner.forward(Step((each,))).outcomes
-                assert isinstance(mine, SpanResult) and mine.rows is not None
-                own, theirs = (each.detached().block["logits"] for each in (mine.rows, rows))
-                assert np.isfinite(own).all() and own.tobytes() == theirs.tobytes()
+                [mine] = answered(runner, each)
+                assert np.isfinite(mine["logits"]).all() and mine["logits"].tobytes() == found["logits"].tobytes()
                 continue
-            for at in range(rows.first, rows.first + rows.count):
-                [mine] = runner.forward(Step((each,))).outcomes
-                assert isinstance(mine, SpanResult) and mine.rows is not None
-                for name, column in rows.block.columns.items():
-                    assert mine.rows.block[name][mine.rows.first].tobytes() == column[at].tobytes(), name
-                token = int(rows.block["token_ids"][at])
-                each = Span(1, np.array((token,), np.int32), each.end, span.output)
+            for at in range(rows.count):
+                [mine] = answered(runner, each)
+                for name, column in found.items():
+                    assert mine[name][0].tobytes() == column[at].tobytes(), name
+                each = Span(1, found["token_ids"][at : at + 1].astype(np.int32), each.end, span.output)
             tokens = tokens_of(rows)
             if span.run is not None:
                 assert outcome.ended is not None

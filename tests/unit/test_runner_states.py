@@ -37,7 +37,6 @@ from ferrum_rpc.engine.assembly.size import LargestStep
 from ferrum_rpc.errors import KvBlocksExhausted, StepFailed
 from tests.support import queued
 from tests.support.checkpoints import RECURRENT_SHAPE as SHAPE
-from tests.support.checkpoints import make_checkpoint
 from tests.support.rows import columns_of
 from tests.support.state_world import (
     ALL,
@@ -63,14 +62,14 @@ STAGES = ("reserve", "plan", "forward", "select", "commit")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("qwen"), "qwen3_5", **SHAPE)
+def folder(checkpoint_of):
+    return checkpoint_of("qwen3_5", **SHAPE)
 
 
 @pytest.fixture(scope="module", params=["qwen3_5", "qwen3_5_moe"])
-def each_folder(request, tmp_path_factory):
+def each_folder(request, checkpoint_of):
     """Of a model without experts, and of one with them."""
-    return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param, **SHAPE)
+    return checkpoint_of(request.param, **SHAPE)
 
 
 @pytest.fixture(autouse=True)
@@ -306,10 +305,10 @@ class Histories(RuleBasedStateMachine):
     [({}, 25), ({"ranks": 2}, 12), ({"family": "qwen3_next"}, 8), ({"queued": True}, 12)],
     ids=lambda each: "-".join(each) if isinstance(each, dict) else str(each),
 )
-def test_rows_are_those_of_the_tokens_that_a_sequence_has(options, histories, tmp_path, monkeypatch):
+def test_rows_are_those_of_the_tokens_that_a_sequence_has(options, histories, checkpoint_of, monkeypatch):
     options = {"family": "qwen3_5", **options}
     family = options["family"]
-    monkeypatch.setattr(Histories, "folder", make_checkpoint(tmp_path, family, **FAMILIES[family]))
+    monkeypatch.setattr(Histories, "folder", checkpoint_of(family, **FAMILIES[family]))
     for name, value in options.items():
         monkeypatch.setattr(Histories, name, value)
     run_histories(histories)
@@ -495,31 +494,25 @@ def behind(world: World, *lengths: int) -> list[int]:
     return made
 
 
+@pytest.mark.parametrize(
+    ("lengths", "of_a_pass", "of_a_step", "passes"),
+    [
+        ((50, 20, 60), 100, 8192, [[(1, 40), (2, 20), (3, 40)], [(1, 10), (3, 20)]]),
+        ((30, 45, 5), 50, 8192, [[(1, 30)], [(2, 40), (3, 5)], [(2, 5)]]),
+        ((30, 15), 100, 24, [[(1, 24)], [(1, 6), (2, 15)]]),
+    ],
+    ids=["pieces of several sequences", "a piece that does not fit waits", "no more tokens than a step may have"],
+)
 @pytest.mark.parametrize("slots", [3, 9])
-def test_a_pass_feeds_the_next_piece_of_several_sequences(folder, monkeypatch, slots):
-    """In the order of spans, and up to as many tokens as a pass may have: here 100, and 40 of a sequence."""
-    world = World(folder, slots=slots)
-    first, second, third = behind(world, 50, 20, 60)
-    spans = [world.span(each, [1]) for each in (first, second, third)]
-    passes = passes_before(world, monkeypatch, *spans)
-    assert passes == [[(first, 40), (second, 20), (third, 40)], [(first, 10), (third, 20)]]
-    assert [each.recomputed_tokens for each in world.step(*spans)] == [50, 20, 60]
-
-
-def test_a_piece_that_does_not_fit_a_pass_waits_for_the_next_one(folder, monkeypatch):
-    monkeypatch.setattr(feeding, "PASS_TOKENS", {"cpu": 50})
-    world = World(folder)
-    first, second, third = behind(world, 30, 45, 5)
-    spans = [world.span(each, [1]) for each in (first, second, third)]
-    assert passes_before(world, monkeypatch, *spans) == [[(first, 30)], [(second, 40), (third, 5)], [(second, 5)]]
-    world.step(*spans)
-
-
-def test_a_pass_has_no_more_tokens_than_a_step_may_have(folder, monkeypatch):
-    world = World(folder, largest=LargestStep(24, 8))
-    first, second = behind(world, 30, 15)
-    passes = passes_before(world, monkeypatch, *(world.span(each, [1]) for each in (first, second)))
-    assert passes == [[(first, 24)], [(first, 6), (second, 15)]]
+def test_a_pass_feeds_the_next_pieces_in_the_order_of_spans(
+    *, folder, monkeypatch, slots, lengths, of_a_pass, of_a_step, passes
+):
+    """Of a sequence, 40 tokens at most."""
+    monkeypatch.setattr(feeding, "PASS_TOKENS", {"cpu": of_a_pass})
+    world = World(folder, slots=slots, largest=LargestStep(of_a_step, 8))
+    spans = [world.span(each, [1]) for each in behind(world, *lengths)]
+    assert passes_before(world, monkeypatch, *spans) == passes
+    assert [each.recomputed_tokens for each in world.step(*spans)] == [*lengths]
 
 
 def test_a_pass_feeds_a_parent_once_for_itself_and_its_forks(folder, monkeypatch):
@@ -603,33 +596,6 @@ def test_a_pass_that_fails_changes_nothing_of_any_of_its_sequences(folder, monke
         assert [world.missing(each) for each in made[:2]] == [0, 0], "their own states are as they were"
     for again in (cuts[2:], cuts[1:], cuts):
         world.step(*again)
-
-
-@pytest.mark.parametrize("apart", [False, True], ids=["in its slot", "in another one"])
-@pytest.mark.parametrize("behind", [False, True], ids=["before its layers", "behind them"])
-def test_a_piece_that_fails_is_fed_again(folder, monkeypatch, apart, behind):
-    world = World(folder)
-    sequence = fed(world, prompt(100))
-    if not apart:
-        world.truncate(sequence, 90)
-        world.runner.states.forget_checkpoints()
-    length, compute = len(world.has[sequence]), world.runner.compute
-    for nth in (1, 2):
-        run, passages = compute.forward, itertools.count(1)
-
-        def fails(*step: Any, run: Any = run, passages: Any = passages, nth: int = nth, **more: Any) -> Any:
-            rows = run(*step, **more)
-            if behind and next(passages) == nth:
-                raise Sabotage
-            return rows
-
-        with monkeypatch.context() as broken:
-            broken.setattr(compute, "forward", fails)
-            with pytest.raises(StepFailed), world.failing("plan" if behind else "forward", 0 if behind else nth):
-                world.step(world.span(sequence, [1], 90))
-        assert world.runner.kv.length(sequence) == length
-        world.check()
-    world.step(world.span(sequence, [1], 90))
 
 
 def test_what_was_fed_again_gives_its_slot_to_a_span_before_and_then_its_own_is_refused(folder):
