@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ferrum_rpc.errors import KvBlocksExhausted
 from ferrum_rpc.kv.sequence import KvMisuse
-from tests.support.kv_world import HOG, World, everything
+from tests.support.kv_world import World, everything
 
 A, B = 1, 2
 
@@ -166,35 +164,6 @@ def test_a_sequence_can_be_made_with_room_ahead(ends):
     w.truncate(A, 6)
     w.full().wrote(A, 9).check()
     assert w.spares(A) == []
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.data(), st.integers(1, 5), st.integers(1, 12), st.integers(1, 20))
-def test_no_history_of_an_unshared_sequence_breaks_its_promise(data, size, length, tokens):
-    w = World(41, size).wrote(A, length).promised(A, tokens).full()
-    low = length
-    for turn in range(data.draw(st.integers(1, 12))):
-        now = w.kv.length(A)
-        action = data.draw(st.sampled_from(["write", "write", "fail", "truncate"]))
-        back = data.draw(st.integers(0, now))
-        start = data.draw(st.sampled_from([now, now, back]))
-        if action == "truncate":
-            w.truncate(A, back)
-            low = min(low, back)
-            continue
-        count = data.draw(st.integers(0, max(0, low + tokens - start)))
-        if not count:
-            continue
-        write = w.reserve(A, start, count)
-        w.run(write)
-        if action == "fail":
-            w.rollback(write)
-        else:
-            w.commit(write)
-            low = min(low, start)
-        w.check()
-        if w.kv.free_blocks:
-            w.write(HOG + 1 + turn, w.kv.free_blocks * size)
 
 
 def test_a_write_beyond_the_promise_does_not_use_up_its_copies():
