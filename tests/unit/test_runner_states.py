@@ -88,7 +88,8 @@ prompts = st.tuples(st.integers(0, 1), st.integers(1, 90), st.integers(0, VOCABU
 
 
 class Histories(RuleBasedStateMachine):
-    """Prompts share their beginnings, so some are found in the prefix cache. Slots are few."""
+    """Prompts share their beginnings, so some are found in the prefix cache. Slots are few. All rules are drawn equally
+    often, so few of them are no steps, and a history begins with a sequence that the others need."""
 
     folder: Any = None
     family = "qwen3_5"
@@ -96,8 +97,8 @@ class Histories(RuleBasedStateMachine):
     queued = False
     device = "cpu"
 
-    @initialize()
-    def begin(self):
+    @initialize(tokens=prompts)
+    def begin(self, tokens):
         self.world = World(
             self.folder,
             family=self.family,
@@ -106,6 +107,7 @@ class Histories(RuleBasedStateMachine):
             tensor_parallel=self.ranks,
             max_sequences=16,
         )
+        self.create(tokens, published=True)
 
     def sequence(self, data):
         return data.draw(st.sampled_from(sorted(self.world.has)), label="sequence")
@@ -114,7 +116,11 @@ class Histories(RuleBasedStateMachine):
         length = len(self.world.has[sequence])
         return data.draw(st.integers(max(0, length - 5), length) | st.integers(0, length), label="length")
 
+    @precondition(lambda self: len(self.world.has) + len(self.world.lies) < SLOTS)
     @rule(tokens=prompts, published=st.booleans())
+    def make(self, tokens, published):
+        self.create(tokens, published)
+
     def create(self, tokens, published):
         self.world.step(self.world.made(tokens, prefix=PREFIX if published else None))
 
@@ -130,10 +136,12 @@ class Histories(RuleBasedStateMachine):
         self.world.step(self.world.span(sequence, tokens, self.lengths(data, sequence), ALL))
 
     @precondition(lambda self: self.world.has)
-    @rule(data=st.data())
-    def truncate(self, data):
+    @rule(data=st.data(), poisoned=st.booleans())
+    def truncate(self, data, poisoned):
         sequence = self.sequence(data)
         self.world.truncate(sequence, self.lengths(data, sequence))
+        if poisoned:
+            self.world.poison()
 
     @precondition(lambda self: self.world.has)
     @rule(data=st.data(), tokens=few)
@@ -222,13 +230,28 @@ class Histories(RuleBasedStateMachine):
             assert "needed_blocks" in error.metadata or not state.free_slots
             assert self.world.runner.cache_state().free_blocks == state.free_blocks
 
+    @precondition(lambda self: self.world.has and len(self.world.lies) < 2)
     @rule(tokens=prompts, at=st.integers(0, 90), journal=st.booleans())
     def forge(self, tokens, at, journal):
         """A caller imports what is not a number anywhere: nobody else may have anything of it."""
         self.bring(self.world.forged(tokens, at, journal=journal), OF_A_LIAR._replace(imported_from=0))
 
     @precondition(lambda self: self.world.lies)
-    @rule(tokens=prompts)
+    @rule(
+        data=st.data(),
+        tokens=few | prompts,
+        cut=st.integers(0, 90),
+        how=st.sampled_from(["found", "fed", "forked", "emptied"]),
+    )
+    def use_a_lie(self, data, tokens, cut, how):
+        sequence = data.draw(st.sampled_from(sorted(self.world.lies)), label="sequence")
+        if how == "found":
+            self.believe(tokens)
+        elif how == "emptied":
+            self.empty_a_lie(sequence, tokens)
+        else:
+            self.go_on_with_a_lie(sequence, tokens, cut, fork=how == "forked")
+
     def believe(self, tokens):
         """Its caller finds it; what it computes without is right."""
         world, span = self.world, self.world.made(tokens, prefix=OF_A_LIAR)
@@ -241,10 +264,8 @@ class Histories(RuleBasedStateMachine):
         assert world.near(columns_of(outcome.rows)["logits"], tuple(tokens))
         world.do("release", [span.sequence])
 
-    @precondition(lambda self: self.world.lies)
-    @rule(data=st.data(), tokens=few | prompts, cut=st.integers(0, 90), fork=st.booleans())
-    def go_on_with_lies(self, data, tokens, cut, fork):
-        world, sequence = self.world, data.draw(st.sampled_from(sorted(self.world.lies)), label="sequence")
+    def go_on_with_a_lie(self, sequence, tokens, cut, *, fork):
+        world = self.world
         length = world.runner.kv.length(sequence)
         if fork:
             span = world.fork(sequence, tokens, min(cut, length))
@@ -255,11 +276,9 @@ class Histories(RuleBasedStateMachine):
             world.lies.add(span.sequence)
         world.check()
 
-    @precondition(lambda self: self.world.lies)
-    @rule(data=st.data(), tokens=few | prompts)
-    def empty_a_lie(self, data, tokens):
+    def empty_a_lie(self, sequence, tokens):
         """What is computed from nothing is right, and for everybody; but its caller finds what it has imported."""
-        world, sequence = self.world, data.draw(st.sampled_from(sorted(self.world.lies)), label="sequence")
+        world = self.world
         world.do("truncate", sequence, 0)
         [outcome] = world.do("forward", Step((Span(sequence, np.array(tokens, np.int32), 0, ALL),))).outcomes
         if isinstance(outcome, SpanResult) and world.do("imported_from", sequence) is None:
@@ -267,18 +286,12 @@ class Histories(RuleBasedStateMachine):
         world.lies.remove(sequence)
         world.do("release", [sequence])
 
-    @precondition(lambda self: self.world.has)
-    @rule(data=st.data())
-    def release(self, data):
+    @precondition(lambda self: len(self.world.has) > 1)
+    @rule(data=st.data(), forgets=st.booleans())
+    def release(self, data, forgets):
         self.world.release(self.sequence(data))
-
-    @precondition(lambda self: self.world.has)
-    @rule()
-    def forget_prefixes(self):
-        self.world.do("forget_prefixes")
-
-    @rule()
-    def poison(self):
+        if forgets:
+            self.world.do("forget_prefixes")
         self.world.poison()
 
     @invariant()
