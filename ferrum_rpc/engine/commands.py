@@ -109,10 +109,12 @@ class Operations(Protocol):
     ) -> list[tuple[npt.NDArray[np.uint8], ...]]:
         """The cache of the positions ``start .. end``, by layer."""
 
-    def begin_import(self, sequence: int, tokens: TokenArray, ahead: int, prefix: PrefixUse | None) -> int:
+    def begin_import(
+        self, sequence: int, tokens: TokenArray, sent_from: int, ahead: int, prefix: PrefixUse | None
+    ) -> int:
         """Take the blocks of a sequence that is to have ``tokens``, and of ``ahead`` tokens more, and a slot if the
         model keeps states. Returns how many of the tokens the prefix cache has, or are behind the window; `write_kv`
-        brings the rest. Raises `KvBlocksExhausted`."""
+        brings the rest. ``sent_from``: the first token that it can bring. Raises `KvBlocksExhausted`."""
 
     def write_kv(self, sequence: int, start: int, end: int, layer: int, parts: Sequence[Any]) -> None:
         """Write the cache of the positions ``start .. end`` of an import: what `read_kv` returned of the layer."""

@@ -277,10 +277,12 @@ class TorchRunner(StepRunner):
             slots = self.kv.slots(sequence, start, end)
             return [self.store.read(slots, layer, self.info.kv_shape(layer)[1]) for layer in layers]
 
-    def begin_import(self, sequence: int, tokens: TokenArray, ahead: int, prefix: PrefixUse | None) -> int:
+    def begin_import(
+        self, sequence: int, tokens: TokenArray, sent_from: int, ahead: int, prefix: PrefixUse | None
+    ) -> int:
         with self._operation("import", stage="import"):
             count, reserve = len(tokens), self.kv.reserve
-            taken = reserve(sequence, 0, count, True, ahead, prefix=prefix, prompt=tokens, brought=True)
+            taken = reserve(sequence, 0, count, True, ahead, prefix=prefix, prompt=tokens, sent_from=sent_from)
             if self.states is not None:
                 try:
                     self.states.begin_import(sequence, taken.cached, taken.checkpoint)

@@ -93,7 +93,7 @@ class KvManager:
         prefix: PrefixUse | None = None,
         prompt: TokenArray | None = None,
         keep: bool = True,
-        brought: bool = False,
+        sent_from: int | None = None,
     ) -> Reservation:
         """Prepare to write ``tokens`` (1 or more) tokens at the positions ``start ..`` of ``sequence``.
 
@@ -106,8 +106,9 @@ class KvManager:
         ``prefix``: how a new sequence uses the prefix cache (None: not at all); a fork does as its parent does.
         ``prompt``: the first of the tokens, those that need no row and may be found there: then only what follows is
         written (`Reservation.cached`). To ``keep`` what is published, blocks are copied that could be written in place,
-        as long as others are free (`Reservation.kept`). ``brought``: nothing is computed, all of the tokens come from
-        elsewhere, with what their last one needs of those before: the others count as found.
+        as long as others are free (`Reservation.kept`). ``sent_from``: nothing is computed, all of the tokens come from
+        elsewhere, if possible with what a short way back needs of those before, of which those before ``sent_from``
+        cannot come; the others count as found.
 
         Raises `KvBlocksExhausted` too where tokens before ``start`` must be fed again (`missing`), and `NotSupported`
         where no block is left of them.
@@ -131,7 +132,7 @@ class KvManager:
             state.open = reservation = Reservation(sequence, start, end, read, overwritten)
             return reservation
         found, searched = _NOTHING, 0
-        needed = windows.first_needed(end) if brought and windows is not None else 0
+        needed = 0 if windows is None or sent_from is None else windows.first_sent(end, sent_from)
         if state.root is not None and prompt is not None and start == state.known and (create or not hold):
             found, searched = self.prefixes.find(state, prompt, needed), len(prompt)
         elif needed:

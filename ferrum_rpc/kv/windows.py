@@ -58,6 +58,11 @@ class Windows:
         found."""
         return max(0, length - self._seen - self._free) // self._size
 
+    def first_sent(self, length: int, sent_from: int) -> int:
+        """The first block that a sequence of ``length`` tokens keeps if its cache comes from elsewhere, at the earliest
+        from the token ``sent_from`` on."""
+        return min(self.first_needed(length), max(self.first_kept(length), blocks_for(sent_from, self._size)))
+
     def lacks(self, state: SequenceBlocks, length: int) -> bool:
         """Whether the sequence lacks anything that a token at the position ``length`` attends to."""
         return length > state.length or self.first_needed(length) < state.gone

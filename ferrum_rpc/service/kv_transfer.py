@@ -183,6 +183,7 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
             key = caller.name, request_id
             made = Import(state, layout, caller, tokens, options, adapter, partial(self._imports.pop, key, None))
             made.entry = state.replay.begin(scope, request_id, fingerprint)
+            made.sent_from = header.layout.first_token
             self._imports[key] = made
             return made
         if (answer := known.repeated(fingerprint).answer) is not None:

@@ -182,7 +182,7 @@ class Park(KvStream):
         self._check()
         begin = await self._first_held(record.sequence, record.adapter)
         self._check()
-        first = pb.ExportKvResponse(layout=layout.to_proto(tokens, block_size)).SerializeToString()
+        first = pb.ExportKvResponse(layout=layout.to_proto(tokens, block_size, begin)).SerializeToString()
         starts: dict[int, int] = {}
         try:
             with closing(await asyncio.to_thread(self._state.parked.create, path)) as file:
@@ -250,7 +250,7 @@ class Unpark(KvReceiver):
             ahead = max(0, record.held_to - record.length)
             prefix = record.prefix and record.prefix._replace(imported_from=parked.imported_from)
             await self._fetch(prefix)
-            begin = Command(Operations.begin_import, record.sequence, self._tokens, ahead, prefix)
+            begin = Command(Operations.begin_import, record.sequence, self._tokens, layout.first_token, ahead, prefix)
             self.next_token = await self._ask(begin)
             self._begun = True
             file.seek(parked.starts[max(each for each in parked.starts if each <= self.next_token)])

@@ -79,8 +79,8 @@ class Export(KvStream):
             )
         tokens = await self._ask(Command(Operations.token_ids, self.record.sequence))
         rows = await self._rows(self.record.sequence, size)
-        held = length if request.layout_only else await self._first_held(self.record.sequence, self._adapter)
-        yield pb.ExportKvResponse(layout=self._layout.to_proto(tokens, state.engine.cache.block_size))
+        held = await self._first_held(self.record.sequence, self._adapter)
+        yield pb.ExportKvResponse(layout=self._layout.to_proto(tokens, state.engine.cache.block_size, held))
         if request.layout_only:
             return
         if self._staging is not None:
@@ -134,11 +134,12 @@ class ImportStage(enum.Enum):
 
 class Import(KvReceiver):
     """One import, over all of its streams: ``next_token`` is the first that is missing. Made when its first header is
-    there. ``forget`` is called when it is over. ``entry``: where its answer is recorded, set before it begins. Raises
-    what `ServerState.mint` does."""
+    there. ``forget`` is called when it is over. Set before it begins: ``entry``, where its answer is recorded, and
+    ``sent_from``, the first token that its streams have. Raises what `ServerState.mint` does."""
 
     direction: ClassVar[Direction] = Direction.IMPORT
     entry: Entry
+    sent_from = 0
     _stage = ImportStage.NEW
     _cached = 0  # tokens that no stream had to bring
 
@@ -214,8 +215,9 @@ class Import(KvReceiver):
         """Take its blocks, unless it has them. Raises `KvBlocksExhausted`, and is over then."""
         if self._stage is ImportStage.NEW:
             await self._fetch(self.record.prefix)
-            arguments = (self.record.sequence, self._tokens, self._options.reserve_tokens, self.record.prefix)
-            await self._change(ImportStage.BEGINNING, Command(Operations.begin_import, *arguments), self._on_begun)
+            whole = self.record.sequence, self._tokens, self.sent_from
+            command = Command(Operations.begin_import, *whole, self._options.reserve_tokens, self.record.prefix)
+            await self._change(ImportStage.BEGINNING, command, self._on_begun)
 
     async def commit(self) -> HandleRef:
         """Make it a sequence, which returns its handle: a stream was received to its end. Raises `InvalidRequest` where

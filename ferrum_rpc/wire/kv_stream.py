@@ -147,10 +147,14 @@ class CacheLayout:
             tensors.append(types_pb2.KvTensor(name=name, dtype=dtype, shape=of_a_row))
         return tensors
 
-    def to_proto(self, tokens: TokenArray, block_size: int) -> kv_transfer_pb2.KvLayout:
+    def to_proto(self, tokens: TokenArray, block_size: int, first_token: int) -> kv_transfer_pb2.KvLayout:
         """As the first frame of an export has it."""
         return kv_transfer_pb2.KvLayout(
-            seq_len=len(tokens), token_ids=tokens.tolist(), block_size=block_size, **self._fields()
+            seq_len=len(tokens),
+            token_ids=tokens.tolist(),
+            block_size=block_size,
+            first_token=first_token,
+            **self._fields(),
         )
 
     def check(self, layout: kv_transfer_pb2.KvLayout) -> None:

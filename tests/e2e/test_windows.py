@@ -114,3 +114,25 @@ async def test_a_sequence_moves_and_is_parked_with_its_window(
             await sequence.truncate(length)
             await client.release([filed])
             await there.release([moved])
+
+
+async def test_what_is_free_stays_free_on_the_way(served: Served, config: ModelSettings) -> None:
+    """Also behind a truncation within the last step, whose exporter has less of the window than it would keep."""
+    async with (
+        serve_model(replace(config, block_size=2)) as elsewhere,
+        ExecutorClient(served.target) as client,
+        ExecutorClient(elsewhere.target) as there,
+    ):
+        for cut in (0, 9):
+            sequence, moved = client.sequence(cache_mode=CacheMode.BYPASS), there.sequence()
+            await sequence.prefill(PROMPT[:-FREE], LAST)
+            await sequence.prefill(PROMPT[-FREE:], LAST)
+            await sequence.truncate(len(PROMPT) - cut)
+            [stays] = await sequence.fork()
+            await stays.move_to(moved)
+            await sequence.park()
+            for each in (moved, sequence):
+                await each.truncate(len(PROMPT) - FREE)
+                answer = await each.decode(9, LAST)
+                assert near(answer.logits, [*PROMPT[:-FREE], 9])
+                assert answer.recomputed_tokens == 0

@@ -52,7 +52,7 @@ def test_a_runner_with_a_cache_in_fp8(monkeypatch):
         parts = ours.read_kv(1, 0, 20, layers)
     assert [[each.nbytes for each in layer] for layer in parts] == [[size for *_, size in layout.parts(0, 20)]] * 2
     with oracle.context():
-        oracle.begin_import(2, TOKENS[:20], 0, None)
+        oracle.begin_import(2, TOKENS[:20], 0, 0, None)
         for layer in layers:
             oracle.write_kv(2, 0, 20, layer, parts[layer])
         oracle.commit_import(2)

@@ -106,11 +106,13 @@ class WindowWorld(World):
             self.feed(sequence, start)
         return super().reserve(sequence, start, count, create, *how, **more)
 
-    def bring(self, sequence: int, tokens: list[int], prefix: PrefixUse | None) -> Write:
-        """An import: its numbers come from elsewhere, from the window of its last token on."""
+    def bring(self, sequence: int, tokens: list[int], prefix: PrefixUse | None, sent_from: int = 0) -> Write:
+        """An import: its numbers come from elsewhere, from the window of its last token on, and from ``free`` tokens
+        before that if they are sent."""
         ids = np.array(tokens, np.int32)
-        taken = self.kv.reserve(sequence, 0, len(tokens), True, prefix=prefix, prompt=ids, brought=True)
-        assert taken.cached >= (max(0, len(tokens) - self.window + 1)) // self.size * self.size
+        taken = self.kv.reserve(sequence, 0, len(tokens), True, prefix=prefix, prompt=ids, sent_from=sent_from)
+        needed = max(0, len(tokens) - self.window + 1) // self.size * self.size
+        assert taken.cached >= min(needed, sent_from)
         self.salts[sequence] = ("own", sequence) if prefix is None else prefix.salt
         self.callers[sequence] = b"" if prefix is None else prefix.caller
         imported = prefix is not None and prefix.imported_from is not None
@@ -286,7 +288,7 @@ class WindowMachine(RuleBasedStateMachine):
         if forged and use is not None:
             use = use._replace(caller=data.draw(st.sampled_from(CALLERS)), imported_from=0)
         try:
-            write = self.world.bring(self.new(), tokens, use)
+            write = self.world.bring(self.new(), tokens, use, data.draw(st.integers(0, count), label="sent from"))
         except KvBlocksExhausted:
             return
         if data.draw(st.booleans(), label="broken"):
@@ -505,6 +507,10 @@ def test_an_import_takes_the_blocks_of_its_window():
     each = world()
     each.commit(each.bring(1, each.draw(200), PrefixUse(caller=b"one", imported_from=0)))
     assert each.held(1) <= (WINDOW - 1 + FREE) // SIZE + 2
+    assert not each.kv.missing(1, 200 - FREE), "what was free is free"
+    each.commit(each.bring(2, each.draw(200), None, 200 - WINDOW))
+    assert each.held(2) <= (WINDOW - 1) // SIZE + 2
+    assert each.kv.missing(2, 200 - FREE), "it did not come"
     each.write(1, 5)
     each.check()
     each.truncate(1, 50)
@@ -534,6 +540,6 @@ def test_what_is_computed_behind_imported_blocks_that_were_found_is_for_the_call
     each.commit(each.bring(3, tokens[:40], one._replace(imported_from=0)))
     each.truncate(1, 40)
     each.write(1, 9)
-    assert each.fed == 0 and each.kv.imported_from(1) == 32
+    assert each.fed == 0 and each.kv.imported_from(1) == 28
     assert found(each, [*each.tokens[1], 0], PrefixUse(caller=b"other")) == 0
     each.check()

@@ -57,7 +57,7 @@ def answered(runner: Any, *spans: Span) -> list[Mapping[str, np.ndarray]]:
 def copy_sequence(source: Any, sequence: int, target: Any, number: int) -> None:
     """Make the sequence ``number`` of another `TorchRunner` of what one has of ``sequence``, by an export."""
     tokens = source.token_ids(sequence)
-    target.begin_import(number, tokens, 0, None)
+    target.begin_import(number, tokens, 0, 0, None)
     for layer, parts in enumerate(source.read_kv(sequence, 0, len(tokens), range(source.info.layers))):
         target.write_kv(number, 0, len(tokens), layer, parts)
     target.commit_import(number)

@@ -257,7 +257,7 @@ class World:
     def bring(self, taken: Taken, prefix: PrefixUse | None) -> int:
         """Make a sequence of that. Raises `KvBlocksExhausted`; then nothing has changed."""
         sequence, tokens = next(self.numbers), taken.tokens
-        first = self.do("begin_import", sequence, tokens, 0, prefix)
+        first = self.do("begin_import", sequence, tokens, 0, 0, prefix)
         for layer, parts in enumerate(taken.parts) if first < len(tokens) else ():
             missing = [each[len(each) // len(tokens) * first :] for each in parts]
             self.do("write_kv", sequence, first, len(tokens), layer, missing)

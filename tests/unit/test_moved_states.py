@@ -249,7 +249,7 @@ def test_an_import_is_given_up_after_any_piece_and_leaves_nothing(folder, slots)
     held = [fed(world, TOKENS[:9], prefix=None)] if slots == 2 else []
     before = world.runner.cache_state()
     for count in range(0, len(taken.pieces) + 1, 3):
-        world.do("begin_import", sequence := 99 + count, tokens, 0, PREFIX)
+        world.do("begin_import", sequence := 99 + count, tokens, 0, 0, PREFIX)
         world.do("write_states", sequence, taken.states, taken.pieces[:count])
         state = world.runner.cache_state()
         assert (state.free_slots, state.total_slots) == (before.free_slots - 1, slots), "a checkpoint counts as free"
@@ -267,7 +267,7 @@ def test_a_checkpoint_that_arrives_gives_its_slot_to_a_sequence_and_is_not_half_
     taken = here.taken(fed(here, TOKENS))
     first = next(place for place, (rows, _) in enumerate(taken.pieces) if rows.image == "checkpoint")
     for taken_by_others in (False, True):
-        world.do("begin_import", sequence := next(world.numbers), taken.tokens, 0, None)
+        world.do("begin_import", sequence := next(world.numbers), taken.tokens, 0, 0, None)
         for layer, parts in enumerate(taken.parts):
             world.do("write_kv", sequence, 0, 100, layer, parts)
         world.do("write_states", sequence, taken.states, taken.pieces[: first + 1])
@@ -291,7 +291,7 @@ def test_states_of_a_stream_that_broke_are_not_those_of_the_next_one(folder, the
     """The first one has brought all of it, and its trailer was not right."""
     here, world = World(folder), World(folder)
     taken, other = here.taken(fed(here, TOKENS)), here.taken(fed(here, prompt(100, seed=5)))
-    world.do("begin_import", sequence := next(world.numbers), taken.tokens, 0, None)
+    world.do("begin_import", sequence := next(world.numbers), taken.tokens, 0, 0, None)
     for layer, parts in enumerate(taken.parts):
         world.do("write_kv", sequence, 0, 100, layer, parts)
     world.do("write_states", sequence, other.states, other.pieces)
@@ -397,7 +397,7 @@ def test_a_checkpoint_of_tokens_that_others_have_is_not_theirs(folder):
     world = World(folder, slots=30)
     fed(world, TOKENS, prefix=PREFIX)
     taken, sequence = world.forged(TOKENS, 72, journal=False), 99
-    first = world.do("begin_import", sequence, taken.tokens, 0, OF_A_LIAR._replace(imported_from=0))
+    first = world.do("begin_import", sequence, taken.tokens, 0, 0, OF_A_LIAR._replace(imported_from=0))
     assert first == 96
     world.runner.states.forget_checkpoints()
     for layer, parts in enumerate(taken.parts):

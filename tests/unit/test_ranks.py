@@ -204,7 +204,7 @@ def test_a_cache_of_layers_that_differ_is_read_and_written_as_if_one_rank_had_it
         assert ours.store.block_bytes == 2 * held * 16 * 4 * SIZE
         for source, target in ((one, ours), (ours, one)):
             expected = answered(source, span(1, texts))
-            target.begin_import(2, source.token_ids(1), 0, None)
+            target.begin_import(2, source.token_ids(1), 0, 0, None)
             read = source.read_kv(1, 0, len(texts), range(LAYERS))
             assert [each.nbytes for each, _ in read] == [len(texts) * heads * 16 * 4 for heads in LISTED]
             for layer, parts in enumerate(read):

@@ -66,7 +66,7 @@ class WindowWorld(World):
             self.do("release", [copy])
         self.moved += count
         arrived = next(self.numbers)
-        begin = self.do("begin_import", arrived, tokens, 0, use)
+        begin = self.do("begin_import", arrived, tokens, first, 0, use)
         assert begin >= first
         for layer, each in enumerate(parts) if begin < len(tokens) else ():
             missing = [part[len(part) // count * (begin - first) :] for part in each]

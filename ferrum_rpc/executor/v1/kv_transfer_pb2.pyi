@@ -17,7 +17,7 @@ KV_TRANSPORT_UNSPECIFIED: KvTransport
 KV_TRANSPORT_NIXL: KvTransport
 
 class KvLayout(_message.Message):
-    __slots__ = ("model_fingerprint", "layers", "kv_heads", "head_dim", "dtype", "seq_len", "token_ids", "adapter", "block_size", "tensors")
+    __slots__ = ("model_fingerprint", "layers", "kv_heads", "head_dim", "dtype", "seq_len", "token_ids", "adapter", "block_size", "tensors", "first_token")
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     KV_HEADS_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +28,7 @@ class KvLayout(_message.Message):
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     model_fingerprint: bytes
     layers: int
     kv_heads: int
@@ -38,7 +39,8 @@ class KvLayout(_message.Message):
     adapter: str
     block_size: int
     tensors: _containers.RepeatedCompositeFieldContainer[_types_pb2.KvTensor]
-    def __init__(self, model_fingerprint: _Optional[bytes] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[_Union[_types_pb2.DType, str]] = ..., seq_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., adapter: _Optional[str] = ..., block_size: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[_types_pb2.KvTensor, _Mapping]]] = ...) -> None: ...
+    first_token: int
+    def __init__(self, model_fingerprint: _Optional[bytes] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[_Union[_types_pb2.DType, str]] = ..., seq_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., adapter: _Optional[str] = ..., block_size: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[_types_pb2.KvTensor, _Mapping]]] = ..., first_token: _Optional[int] = ...) -> None: ...
 
 class KvPart(_message.Message):
     __slots__ = ("tensor", "data")
