@@ -23,7 +23,7 @@ LIVENESS: Final = "liveness"
 """The service name of the standard health check for liveness: SERVING while process and device are healthy, also while
 the executor loads or drains. Older executors answer NOT_FOUND."""
 
-SCHEMA_SHA256 = "1656f8e6b8df77bf2f22771a08cc33eb907b7cc9fb956da108478ae191f8e250"
+SCHEMA_SHA256 = "1aa1248e11ec95efabecf8e98147844271ba9da9a8099e9e2fad828b2e9c39fa"
 """SHA-256 over the serialized file descriptors, in the order of the test that checks it."""
 
 CAPABILITIES: Final[tuple[info_pb2.Capability, ...]] = (

@@ -72,7 +72,7 @@ def test_a_token_takes_the_sum_of_what_its_layers_keep(dtype: types_pb2.DType, s
     of_layers = [2 * heads * (width * size + scales) for heads, width in SHAPES]
     assert layout.token_bytes == sum(of_layers) < len(SHAPES) * layout.widest_bytes
     assert [layout.chunk_bytes(layer, 5) for layer in range(len(SHAPES))] == [5 * each for each in of_layers]
-    message = layout.to_proto(TOKENS, 4)
+    message = layout.to_proto(TOKENS, 4, 0)
     assert widest_bytes(message) == layout.widest_bytes == max(of_layers)
     told = [math.prod(each.shape) * each.layers * (4 if "scales" in each.name else size) for each in message.tensors]
     assert sum(told) == layout.token_bytes
@@ -80,7 +80,7 @@ def test_a_token_takes_the_sum_of_what_its_layers_keep(dtype: types_pb2.DType, s
 
 def test_a_layout_of_layers_that_differ_lists_tensors_of_each_kind_and_is_no_other() -> None:
     layout = uneven()
-    message = layout.to_proto(TOKENS, 4)
+    message = layout.to_proto(TOKENS, 4, 0)
     assert (message.layers, message.kv_heads, message.head_dim, message.dtype) == (0, 0, 0, 0)
     assert [(each.name, [*each.shape], each.layers) for each in message.tensors] == [
         (f"{name}.{number}", shape, layers)
@@ -97,12 +97,12 @@ def test_a_layout_of_layers_that_differ_lists_tensors_of_each_kind_and_is_no_oth
     for name, other in others.items():
         for ours, theirs in ((layout, other), (other, layout)):
             with pytest.raises(LayoutMismatch) as refused:
-                ours.check(theirs.to_proto(TOKENS, 4))
+                ours.check(theirs.to_proto(TOKENS, 4, 0))
             assert "tensors" in str(refused.value.metadata["differs"]), name
 
 
 def test_layers_that_are_alike_have_the_layout_of_before() -> None:
-    message = uneven(shapes=((2, 8),) * 6).to_proto(TOKENS, 4)
+    message = uneven(shapes=((2, 8),) * 6).to_proto(TOKENS, 4, 0)
     assert (message.layers, message.kv_heads, message.head_dim, message.dtype) == (6, 2, 8, types_pb2.D_TYPE_BF16)
     assert not message.tensors and not widest_bytes(message)
 
