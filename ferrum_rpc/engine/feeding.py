@@ -141,8 +141,8 @@ class WindowFeeding:
         self._pass_tokens = min(max_tokens, PASS_TOKENS[compute.model.device.type])
 
     def missing(self, span: Span) -> int:
-        """How many tokens must be fed again before ``span`` can run, at most. None for a fork whose parent has more
-        tokens, but not the blocks: it is refused when it is reserved, unless the prefix cache has them."""
+        """How many tokens must be fed again before ``span`` can run, at most. 0 also for a fork whose parent has the
+        tokens but not the blocks: it is refused when it is reserved, unless the prefix cache has them."""
         sequence = _whose(span)
         return 0 if sequence is None else self._kv.missing(sequence, span.start, fork=span.parent is not None)
 

@@ -404,13 +404,7 @@ class KvMachine(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "world"):
             return
-        for write in self.open:
-            self.world.rollback(write)
-        self.world.check()
-        for sequence in list(self.world.tokens):
-            self.world.release(sequence)
-        self.kv.check()
-        assert self.kv.free_blocks == self.kv.total_blocks
+        self.world.end(self.open)
 
 
 KvMachine.TestCase.settings = settings(

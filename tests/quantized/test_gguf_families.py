@@ -139,8 +139,8 @@ def test_a_quantized_file_is_the_plain_one_with_its_numbers(tmp_path):
 def test_layers_that_draft_tokens_are_not_read(tmp_path):
     metadata, tensors, data = read_gguf(FOLDER / "qwen35.gguf")
     drafts = [["blk.4.nextn.eh_proj.weight", [4, 4], 0, len(data)], ["blk.4.attn_q.weight", [4, 4], 0, len(data) + 64]]
-    told = metadata | {"qwen35.block_count": 5, "qwen35.nextn_predict_layers": 1}
-    (tmp_path / "model.gguf").write_bytes(gguf_bytes(told, [*tensors, *drafts], data + bytes(128)))
+    changed = metadata | {"qwen35.block_count": 5, "qwen35.nextn_predict_layers": 1}
+    (tmp_path / "model.gguf").write_bytes(gguf_bytes(changed, [*tensors, *drafts], data + bytes(128)))
     assert torch.equal(logits(tmp_path / "model.gguf", TOKENS), logits(FOLDER / "qwen35.gguf", TOKENS))
 
 

@@ -11,7 +11,7 @@ computed one of the same tokens: no sequence of another caller may ever have it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -219,6 +219,16 @@ class World:
         """Run it, and commit all of it."""
         self.run(write)
         self.commit(write)
+
+    def end(self, under_way: Iterable[Write]) -> None:
+        """Undo these and release all sequences: then every block is free."""
+        for write in under_way:
+            self.rollback(write)
+        self.check()
+        for sequence in list(self.tokens):
+            self.release(sequence)
+        self.kv.check()
+        assert self.kv.free_blocks == self.kv.total_blocks
 
     def rollback(self, write: Write) -> None:
         if write.saved is not None:
