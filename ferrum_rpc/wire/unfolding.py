@@ -63,17 +63,18 @@ def check(data: bytes, message: Any, budget: UnfoldingBudget) -> None:
             fields -= 1
             if fields < 0:
                 raise _too_much(f"{budget.fields} fields", budget)
-            key, at = _varint(data, at, end)
+            key, at = data[at], at + 1
+            if key >= 0x80:
+                key, at = _varint(data, at - 1, end)
             match key & 7:
-                case 0:
-                    _, at = _varint(data, at, end)
-                case 1:
-                    at += 8
-                case 5:
-                    at += 4
                 case 2:
-                    size, start = _varint(data, at, end)
+                    if at < end and data[at] < 0x80:  # without a call: 25,000 empty items take 4 ms, not 19
+                        size, start = data[at], at + 1
+                    else:
+                        size, start = _varint(data, at, end)
                     at = start + size
+                    if not size:
+                        continue  # nothing inside
                     inner = nested.get(key >> 3) if at <= end else None
                     if inner is _NUMBERS:  # each ends with a byte below 128; those of fixed width are fewer than that
                         elements -= int(np.count_nonzero(np.frombuffer(data, np.int8, size, start) >= 0))
@@ -81,6 +82,12 @@ def check(data: bytes, message: Any, budget: UnfoldingBudget) -> None:
                             raise _too_much(f"{budget.elements} token ids and other numbers", budget)
                     elif inner is not None:
                         parts.append((start, at, inner))
+                case 0:
+                    _, at = _varint(data, at, end)
+                case 5:
+                    at += 4
+                case 1:
+                    at += 8
                 case _:  # groups are of an older protobuf
                     raise InvalidRequest("the request is not a valid message of this method")
 
