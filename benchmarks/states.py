@@ -9,7 +9,7 @@ import itertools
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.service.kv_stream import READ_BYTES
 from ferrum_rpc.wire.state_stream import rows_of
 
+Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 SHAPE: Final = "qwen3.5-0.8b"
@@ -153,9 +154,11 @@ class Move:
             self._source.step(STEP_TOKENS, LAST)
         self.waits, self.between = list[float](), list[float]()
 
-    def _do(self, operation: Callable[..., Result], *arguments: Any) -> Result:
+    def _do(
+        self, operation: Callable[Arguments, Result], *arguments: Arguments.args, **named: Arguments.kwargs
+    ) -> Result:
         found: list[Result] = []
-        self.waits.append(milliseconds(lambda: found.append(operation(*arguments))))
+        self.waits.append(milliseconds(lambda: found.append(operation(*arguments, **named))))
         self.between.append(self.waits[-1] + milliseconds(self._step))
         return found[0]
 
@@ -168,7 +171,7 @@ class Move:
         every = rows_of(runner.info.states, moved, READ_BYTES)
         pieces = [(each, self._do(runner.read_states, copy, [each])[0]) for each in every]
         self._do(runner.release, [copy])
-        self._do(runner.begin_import, came, tokens, 0, None)
+        self._do(runner.begin_import, came, tokens, 0, 0, None)
         for rows, data in pieces:
             if rows.tensor != "lengths":
                 self._do(runner.write_states, came, moved, [(rows, data)])
@@ -187,7 +190,6 @@ def moved(runner: TorchRunner, count: int, rounds: int) -> dict[str, Any]:
     for _ in range(rounds):
         alone += [milliseconds(partial(held.step, 1, LAST)) for _ in range(16)]
         move.run()
-        held.cut(257)
     for each in (held, move):
         each.release()
     p99, moving_ms = percentile(alone, 99, 2), percentile(move.between, 99, 2)
