@@ -29,11 +29,14 @@ from ferrum_rpc.models.lora import modules_of
 from ferrum_rpc.models.spec import ModelSpec
 
 SHAPES: Final[dict[str, dict[str, Any]]] = json.loads((ROOT / "benchmarks" / "shapes.json").read_text("utf-8"))
-"""Configurations: of https://huggingface.co/Qwen/Qwen3-0.6B and Qwen3-8B, of the text part of Qwen3.5-0.8B, and of
+"""Configurations: of https://huggingface.co/Qwen/Qwen3-0.6B and Qwen3-8B, of the text part of Qwen3.5-0.8B, of
+two layers with experts of DeepSeek-V2-Lite behind its dense one, and of
 Qwen3's architecture at a size that a test can afford."""
 
 IDENTITY: Final = "identity"
 BUILT_IN: Final = (IDENTITY, "demo")
+USUAL: Final = ("qwen3-0.6b", "tiny")
+"""The shape that most is measured with, and that of quick runs."""
 SEED: Final = 20261121
 CACHE: Final = ROOT / ".cache" / "bench"
 BLOCK_SIZE: Final = 16

@@ -18,8 +18,10 @@ from typing import Any, Final
 import torch
 
 from benchmarks.cases import DECODE, Cell
+from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.models.layout import layout
 from ferrum_rpc.models.linear import PlainLinear, select_linear
+from ferrum_rpc.models.parts.experts import Experts
 from ferrum_rpc.models.spec import ModelSpec
 
 BUFFER_BYTES: Final = 512 << 20
@@ -70,22 +72,27 @@ class Machine:
 def roof(cell: Cell, spec: ModelSpec, limits: Mapping[str, Any]) -> dict[str, Any]:
     """What the cell cannot pass on this machine, of a bfloat16 model: tokens a second, what bounds it, and what a step
     must move (GB) and compute (GFLOP). Attention's products are counted; softmax, norms, activations and the recurrence
-    are not."""
+    are not. Of experts those are read that rows choose at random, and each row computes its own."""
     shapes = {name: placement.shape for name, placement in layout(spec).items()}
-    linear = sum(math.prod(shape) for name, shape in shapes.items() if "layers." in name and len(shape) == 2)
+    sizes = {name: math.prod(shape) for name, shape in shapes.items() if "layers." in name and len(shape) == 2}
+    of_experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    linear = sum(sizes.values()) - of_experts
+    routing = next((layer.mlp for layer in spec.layers if isinstance(layer.mlp, Experts)), None)
+    chosen = routing.routing.chosen / routing.count if routing else 0.0
     head = spec.vocab_size * spec.hidden_size
     layers = spec.attention_specs
-    kv_token = sum(2 * layer.kv_heads * layer.head_dim for layer in layers) * ELEMENT
+    kv_token = sum((1 if layer.latent else 2) * layer.kv_heads * layer.head_dim for layer in layers) * ELEMENT
     tokens, known = cell.tokens_per_step, cell.shared
     rows = cell.batch  # one row of logits each, of a prefill too
     seen = cell.context * cell.batch if cell.kind == DECODE else _pairs(cell.context) - _pairs(known)
-    read = (linear + head) * ELEMENT * cell.callers + kv_token * (
-        cell.context * cell.batch if cell.kind == DECODE else known
-    )
+    weights = linear + head + of_experts * (1 - (1 - chosen) ** (tokens - known))
+    read = weights * ELEMENT * cell.callers + kv_token * (cell.context * cell.batch if cell.kind == DECODE else known)
     states = sum(each.value_heads * each.key_dim * each.value_dim for each in spec.recurrent_shapes) * STATE_ELEMENT
     moved = read + 2 * states * cell.batch  # a state is also written
     flop = 2 * (
-        linear * (tokens - known) + head * rows + 2 * sum(layer.heads * layer.head_dim for layer in layers) * seen
+        (linear + of_experts * chosen) * (tokens - known)
+        + head * rows
+        + sum(layer.heads * _channels(layer) for layer in layers) * seen
     )
     memory_s, product_s = moved / (limits["read_gb_s"] * 1e9), flop / (limits["bf16_tflops"] * 1e12)
     return {
@@ -94,6 +101,11 @@ def roof(cell: Cell, spec: ModelSpec, limits: Mapping[str, Any]) -> dict[str, An
         "step_gb": round(moved / 1e9, 3),
         "step_gflop": round(flop / 1e9, 3),
     }
+
+
+def _channels(layer: AttentionSpec) -> int:
+    """Of a head's key and value."""
+    return layer.latent.key_dim + layer.latent.value_dim if layer.latent else 2 * layer.head_dim
 
 
 def _pairs(tokens: int) -> int:

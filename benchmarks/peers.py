@@ -19,12 +19,12 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Final
 
-from benchmarks.cases import CELLS, QUICK_CELLS, SHAPES, Cell
+from benchmarks.cases import CELLS, QUICK_CELLS, SHAPES, USUAL, Cell
 from benchmarks.compare import Player, Unsupported
 from benchmarks.engines.grpc import INT4, INT8, QUANTIZED, Client, open_quantized
 from benchmarks.engines.process import REFERENCE, PeerKind, PeerProcess
 from benchmarks.machine import ROOT
-from benchmarks.record import Benchmark, Contest, Option, Record
+from benchmarks.record import Benchmark, Contest, Option, Record, shape_of
 from benchmarks.suite import EAGER
 from ferrum_rpc.usage import masked_isa
 
@@ -56,8 +56,6 @@ PEERS: Final = (
     PeerKind("OpenVINO GenAI int8", "openvino_peer", {"weights": "int8"}, "openvino", rival=INT8),
     PeerKind("OpenVINO GenAI int4", "openvino_peer", {"weights": "int4"}, "openvino", rival=INT4),
 )
-USUAL: Final = ("qwen3-0.6b", "tiny")
-"""Shapes of a run, and of a quick one."""
 
 BITS: Final = {REFERENCE: "bf16", INT8: "int8", INT4: "int4"}
 ENVIRONMENTS: Final = ROOT / ".venv-peers"
@@ -99,7 +97,7 @@ async def run(options: argparse.Namespace) -> Record:
     failed = {name: trouble for name in wanted if (trouble := install(name))}
     here, threads = Contest(options), options.threads
     cells: Sequence[Cell] = QUICK_CELLS if options.quick else CELLS
-    if _shape(options):  # targets are of the usual one
+    if shape_of(options):  # targets are of the usual one
         cells = [replace(cell, target=None, goal=None) for cell in cells]
     async with AsyncExitStack() as stack:
         ours = {REFERENCE: await here.open(stack, REFERENCE, Client.open(here.folder, cells, threads))}
@@ -120,12 +118,7 @@ def variant(options: argparse.Namespace) -> str:
     """Another shape, or peers in as many bits alone, are a run of their own, not a newer one of all."""
     rivals = {each.rival for each in PEERS if each.name in options.peers}
     bits = BITS[rivals.pop()] if len(rivals) == 1 else ""
-    return "-".join(filter(None, (_shape(options), bits)))
-
-
-def _shape(options: argparse.Namespace) -> str:
-    """That of the run, if it is not the usual one."""
-    return "" if options.model in USUAL else str(options.model)
+    return "-".join(filter(None, (shape_of(options), bits)))
 
 
 BENCHMARK: Final = Benchmark(

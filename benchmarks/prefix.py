@@ -276,7 +276,8 @@ async def run(options: argparse.Namespace) -> Record:
         await misses_of(IDENTITY, (client, ours.vocab_size), misses[-1])
     async with connected(here.folder, settings | {"kv-blocks": KV_BLOCKS}) as (ours, client):
         at = client, ours.vocab_size
-        record.values["sides"][REFERENCE] = facts(REFERENCE, (await client.info()).device)
+        about = await client.info()
+        record.values["sides"][REFERENCE] = facts(REFERENCE, about.device, about.model)
         for each in (1, at_once):
             await crowds(here.model, at, each, min(FEWER, sequences))
         await misses_of(here.model, at, *misses)

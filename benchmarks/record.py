@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks import machine
-from benchmarks.cases import BLOCK_SIZE, BUILT_IN, CACHE, LEAD_IN, SEED, SHAPES, Cell, checkpoint
+from benchmarks.cases import BLOCK_SIZE, BUILT_IN, CACHE, LEAD_IN, SEED, SHAPES, USUAL, Cell, checkpoint
 from benchmarks.compare import Player, Unsupported, contest
 from benchmarks.engines.process import REFERENCE
 from benchmarks.limits import Machine, roof
@@ -293,7 +293,7 @@ class Contest:
 
 def shape_of(options: argparse.Namespace) -> str:
     """The variant of a benchmark with ``--model``: a shape's results are of their own."""
-    return "" if options.model in BUILT_IN else str(options.model)
+    return "" if options.model in (*BUILT_IN, *USUAL) else str(options.model)
 
 
 def median_of(cells: Iterable[Mapping[str, Any]], cell: str, of: str) -> float | None:

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.cases import CELLS
+from benchmarks.cases import CELLS, USUAL
 from benchmarks.machine import RESULTS, ROOT, label
-from benchmarks.peers import PEERS, USUAL
+from benchmarks.peers import PEERS
 from benchmarks.picture import Bar, svg
 from benchmarks.record import LIMIT, PAGE, SCHEMA
 from benchmarks.table import bound_of, markdown, number, reached, rows_of, shown
@@ -226,6 +226,7 @@ def facts(result: Result) -> Iterator[tuple[str, str]]:
     for name, side in result.get("sides", {}).items():
         more = [f"`{choice}`" for choice in side.get("choices", ())]
         more += [f"{package} {version}" for package, version in side.get("versions", {}).items()]
+        more += [side["cache"]] if "cache" in side else []
         yield name, ", ".join([*([side["name"]] * (side["name"] != name)), f"{side['threads']} threads", *more])
     yield "command", f"`{result['command']}`"
     yield "file", f"`benchmarks/results/{result['file']}`"

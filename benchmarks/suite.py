@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks import parts
-from benchmarks.cases import CELLS, DECODE, QUICK_CELLS, Cell, settings
+from benchmarks.cases import CELLS, DECODE, QUICK_CELLS, SHAPES, USUAL, Cell, settings
 from benchmarks.engines.grpc import INT8, QUANTIZED, Client, open_quantized
 from benchmarks.engines.inprocess import INSIDE, Inside
 from benchmarks.engines.process import REFERENCE, PeerKind, PeerProcess
-from benchmarks.record import Benchmark, Contest, Opening, Option, Record, median_of
+from benchmarks.record import Benchmark, Contest, Opening, Option, Record, median_of, shape_of
 from benchmarks.table import Row, target
 
 PARTS: Final = ("cells", "outputs", "mixed", "bookkeeping", "start")
@@ -65,7 +65,8 @@ async def run(options: argparse.Namespace) -> Record:
             others = await here.open_all(stack, sides)
             await here.play(cells, {REFERENCE: session, **others})
             await here.play([QUICK_FULL_ROWS if quick else FULL_ROWS], {REFERENCE: session, INSIDE: others[INSIDE]})
-            record.save(targets=[*record.values["targets"], *speeds(record.values["cells"])])
+            if not options.variant:  # targets are of the usual one
+                record.save(targets=[*record.values["targets"], *speeds(record.values["cells"])])
         if "mixed" in options.only:
             rows.append(await parts.mixed(session, mix))
             record.put("parts", rows)
@@ -94,6 +95,10 @@ def speeds(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 BENCHMARK: Final = Benchmark(
     "suite",
     run,
-    (Option("--only", list(PARTS), "parts", choices=PARTS),),
+    (
+        Option("--model", USUAL[0], "the shape of the model", USUAL[1], choices=[*SHAPES]),
+        Option("--only", list(PARTS), "parts", choices=PARTS),
+    ),
     round_s=2.0,
+    variant=shape_of,
 )

@@ -29,7 +29,7 @@ from benchmarks.machine import ROOT
 from ferrum_rpc.client import Answer, ExecutorClient
 from ferrum_rpc.client import Sequence as ClientSequence
 from ferrum_rpc.client.channel import open_channel
-from ferrum_rpc.core import OutputSpec, RowKind, Rows
+from ferrum_rpc.core import ModelInfo, OutputSpec, RowKind, Rows
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.executor.v1 import forward_pb2, model_executor_pb2, model_executor_pb2_grpc, session_pb2, types_pb2
 from ferrum_rpc.models.linear import select_quantized
@@ -87,9 +87,11 @@ async def connected(model: str, chosen: Mapping[str, Any]) -> AsyncIterator[tupl
         yield found, client
 
 
-def facts(name: str, device: Any) -> dict[str, Any]:
-    """What a side of ours is, by its ``device``."""
-    return {"name": name, "threads": device.threads, "choices": [choice for choice, _ in device.choices]}
+def facts(name: str, device: Any, model: ModelInfo) -> dict[str, Any]:
+    """What a side of ours is, by its ``device``, and what it keeps of a token of its ``model``."""
+    choices = [choice for choice, _ in device.choices]
+    cache = f"{model.kv_bytes_per_token:,} bytes of cache a token"
+    return {"name": name, "threads": device.threads, "choices": choices, "cache": cache}
 
 
 def last_rows(rows: Sequence[Rows]) -> list[int]:
@@ -216,7 +218,8 @@ class Client(Way):
     ) -> AsyncIterator[Client]:
         """Start the server, told ``more`` than the settings of all sides, and wait for the model."""
         async with connected(model, settings(cells, threads, device) | more) as (found, client):
-            yield cls(client, facts(name, (await client.info()).device), found.vocab_size)
+            about = await client.info()
+            yield cls(client, facts(name, about.device, about.model), found.vocab_size)
 
     async def prepare(self, cell: Cell) -> None:
         for sequence in self._sequences:

@@ -60,7 +60,7 @@ class Inside:
         self._live: list[int] = []
         self._context = 0
         self._next = first
-        self.facts = facts(INSIDE, runner.device)
+        self.facts = facts(INSIDE, runner.device, runner.info)
 
     @classmethod
     @asynccontextmanager

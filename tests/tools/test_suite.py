@@ -171,6 +171,16 @@ def test_a_step_reads_and_writes_the_states_of_its_sequences():
     assert one == pytest.approx(2 * 0.752, abs=0.05)  # the weights
 
 
+def test_a_step_reads_the_experts_that_rows_choose_and_latents_once():
+    spec, of_one = ModelSpec.from_config(SHAPES["deepseek-v2-lite-3"]), 3 * 1408 * 2048
+    one, longer, two = (roof(Cell(DECODE, *each), spec, LIMITS) for each in ((1, 64), (1, 164), (2, 32)))
+    assert longer["step_gb"] - one["step_gb"] == pytest.approx(100 * 3 * 1_152 / 1e9, abs=1e-3)
+    second = 6 - 6 * 6 / 64  # the six of another row, without those of the first
+    assert two["step_gb"] - one["step_gb"] == pytest.approx(2 * second * of_one * 2 / 1e9, abs=2e-3)
+    head = 102_400 * 2048
+    assert two["step_gflop"] - one["step_gflop"] > 2 * (head + 2 * 6 * of_one) / 1e9
+
+
 def test_no_prompt_is_prefilled_twice_and_every_side_draws_the_same_tokens():
     cell = CELLS[0]
     first, second = cell.fresh(1000, 1, 3), cell.fresh(1000, 2, 3)
