@@ -142,7 +142,7 @@ class TorchRunner(StepRunner):
 
     def forget_prefixes(self) -> None:
         with self._operation("change of the prefix cache"):
-            self.kv.forget_prefixes()
+            self.kv.prefixes.forget()
             if self.states is not None:
                 self.states.forget_checkpoints()
             if self._tier is not None:
@@ -164,7 +164,7 @@ class TorchRunner(StepRunner):
                 if fetched:
                     self.store.write_blocks(*zip(*fetched, strict=True))
             except BaseException:
-                self.kv.forget_prefixes()  # some may lack their content
+                self.kv.prefixes.forget()  # some may lack their content
                 raise
         return len(fetched)
 

@@ -304,8 +304,15 @@ class PrefixCache:
         """The published blocks with their keys."""
         return list(self._keys.items())
 
+    def forget(self) -> None:
+        """Unpublish all blocks: those that no sequence holds are empty then."""
+        blocks = self.published().tolist()
+        self.clear()
+        for block in blocks:
+            self._pool.unkeep(block)
+
     def clear(self) -> None:
-        """Unpublish all blocks, also in the pool."""
+        """Forget all blocks, before the pool is reset."""
         self._blocks.clear()
         self._keys.clear()
         self._parents.clear()

@@ -112,6 +112,19 @@ class SequenceBlocks:
     next: Reservation | None = None
     """The reservation of one more token behind the open one (`KvManager.reserve_next`)."""
 
+    def forked(self, at: int) -> SequenceBlocks:
+        """One that has the first ``at`` tokens and no block of them, and uses the prefix cache as this one does."""
+        return SequenceBlocks(
+            history=self.history.fork(at),
+            root=self.root,
+            chain=self.chain,
+            chained=self.chained,
+            publish_at=self.publish_at,
+            adapter=self.adapter,
+            caller=self.caller,
+            imported_from=self.imported_from,
+        )
+
     @property
     def known(self) -> int:
         """The tokens that it has, with those that must be fed again."""

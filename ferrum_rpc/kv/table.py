@@ -88,6 +88,11 @@ def blocks_for(tokens: int, block_size: int) -> int:
     return -(-tokens // block_size)
 
 
+def held_blocks(blocks: Sequence[int]) -> list[int]:
+    """The ``blocks`` of a table without those that are gone."""
+    return [block for block in blocks if block != NULL_BLOCK]
+
+
 def slots_for(
     table: Int32Array, start: int, end: int, block_size: int, skip: Sequence[int] = ()
 ) -> npt.NDArray[np.int64]:

@@ -17,10 +17,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
+from ferrum_rpc.errors import ExecutorError, KvBlocksExhausted, NotSupported
+from ferrum_rpc.kv.capacity import Capacity
 from ferrum_rpc.kv.pool import NULL_BLOCK, BlockPool
 from ferrum_rpc.kv.prefix import PrefixCache
 from ferrum_rpc.kv.sequence import NEVER, SequenceBlocks
-from ferrum_rpc.kv.table import blocks_for
+from ferrum_rpc.kv.table import blocks_for, held_blocks
 from ferrum_rpc.prefix_hash import chained
 
 
@@ -44,8 +48,8 @@ class Content(NamedTuple):
 class Windows:
     """The blocks that sequences need of ``pool``, of ``size`` tokens each, where every layer has a window."""
 
-    def __init__(self, pool: BlockPool, prefixes: PrefixCache, size: int, window: Window) -> None:
-        self._pool, self._prefixes, self._size = pool, prefixes, size
+    def __init__(self, pool: BlockPool, prefixes: PrefixCache, capacity: Capacity, size: int, window: Window) -> None:
+        self._pool, self._prefixes, self._capacity, self._size = pool, prefixes, capacity, size
         self._seen, self._free = window.tokens - 1, window.free
         prefixes.first_kept = self.first_kept
 
@@ -67,6 +71,28 @@ class Windows:
         """Whether the sequence lacks anything that a token at the position ``length`` attends to."""
         return length > state.length or self.first_needed(length) < state.gone
 
+    def missing(self, state: SequenceBlocks, start: int, *, fork: bool) -> int:
+        """See `KvManager.missing`."""
+        if state.open is not None or start > state.known:
+            return 0
+        if start > state.length:
+            return start - state.length
+        return max(1, start) if not fork and self.lacks(state, start) else 0
+
+    def refusal(self, state: SequenceBlocks, start: int) -> ExecutorError:
+        """Of a span that begins at ``start``, or what reads so many tokens, when something is missing and cannot be fed
+        again."""
+        if start > state.length:
+            free = self._pool.free_blocks
+            return KvBlocksExhausted(
+                f"{start - state.length} tokens must be fed again first, and no block is free for that",
+                metadata={"needed_blocks": free + 1, "free_blocks": free},
+            )
+        return NotSupported(
+            f"the blocks that the position {start} needs are gone, and other items of the call use the sequence too, "
+            "or fork it there: cut it back, or fork it (ForkKv), in a call before"
+        )
+
     def drop(self, state: SequenceBlocks) -> None:
         """Give up what lies behind the window. What a promise covers stays: the sequence may go back there."""
         gone = self.first_kept(state.unpromised)
@@ -74,7 +100,7 @@ class Windows:
             return
         blocks = state.table.clear(state.gone, gone)
         state.gone = gone
-        self._pool.release([block for block in blocks if block != NULL_BLOCK])
+        self._pool.release(held_blocks(blocks))
 
     def find(self, state: SequenceBlocks, length: int) -> Content:
         """The most that the sequence and the prefix cache have of the first ``length`` tokens of ``state``. The block
@@ -108,3 +134,67 @@ class Windows:
         blocks = [NULL_BLOCK] * first + blocks[first : blocks_for(usable, size)]
         from_others = [place * size for place in imported if first <= place < len(blocks)]
         return Content(usable, blocks, min(from_others, default=NEVER))
+
+    # --- going back, when something is lacked -----------------------------------------------------------------------
+
+    def take_up(self, state: SequenceBlocks, start: int) -> bool:
+        """Have what can be had of the tokens before ``start``, where a span is to begin; the sequence owes the rest of
+        its tokens. Returns whether it has other blocks now."""
+        content, known = self.find(state, start), state.known
+        if content.length == state.length:
+            return False
+        self._replace(state, content, known)
+        state.owed_to = known
+        return True
+
+    def go_back(self, state: SequenceBlocks, length: int) -> bool:
+        """Forget the tokens from ``length`` on, and have what can be had of the others; the sequence owes the rest.
+        Returns whether it has other blocks now."""
+        before = state.length
+        if length < before:
+            self._replace(state, self.find(state, length), length)
+        else:
+            self._capacity.resize(state, length, before)
+        state.owed_to = length
+        return length < before
+
+    def fork(self, parent: SequenceBlocks, at: int) -> SequenceBlocks:
+        """A fork of the first ``at`` tokens of ``parent``, which has what can be had of them. What it lacks is fed
+        again for it alone. Raises `KvBlocksExhausted` as `KvManager.fork` does."""
+        content, forked = self.find(parent, at), parent.forked(at)
+        forked.owed_to = at
+        own = set(held_blocks(parent.table.whole.tolist()))
+        has = held_blocks(content.blocks)
+        of_parent = [block for block in has if block in own]
+        self._pool.acquire(np.array(of_parent, np.int32))
+        self._pool.reuse([block for block in has if block not in own])
+        before = parent.shared
+        try:
+            if of_parent:
+                parent.shared = max(before, len(content.blocks))
+                self._capacity.keep(parent)
+        except KvBlocksExhausted:
+            parent.shared = before
+            self._pool.release(has)
+            raise
+        self._begin_with(forked, content)
+        return forked
+
+    def _replace(self, state: SequenceBlocks, content: Content, lowest: int) -> None:
+        """The sequence has this content now, of its own tokens, in place of what it had. ``lowest``: the length that it
+        goes back to."""
+        had, has = held_blocks(state.table.cut(0)), held_blocks(content.blocks)
+        own = set(had)
+        self._pool.reuse([block for block in has if block not in own])
+        own.difference_update(has)
+        self._pool.release([block for block in had if block in own])
+        self._begin_with(state, content)
+        self._capacity.resize(state, lowest, content.length)
+
+    def _begin_with(self, state: SequenceBlocks, content: Content) -> None:
+        """``state``, whose table is empty, has references to the blocks of this content."""
+        state.table.extend(content.blocks)
+        state.gone = len(content.blocks) - len(held_blocks(content.blocks))
+        state.length, state.shared = content.length, len(content.blocks)
+        self._prefixes.went_back(state, content.length)
+        state.imported_from = min(state.imported_from, content.imported_from)

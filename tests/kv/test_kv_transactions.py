@@ -179,7 +179,7 @@ def test_an_operation_that_runs_out_of_memory_changes_nothing(monkeypatch):
                     w.kv.reserve(sequence, start, count, create=sequence == D)
                 assert everything(w.kv) == before
     with monkeypatch.context() as patch:
-        patch.setattr("ferrum_rpc.kv.manager.slots_for", out_of_memory)
+        patch.setattr("ferrum_rpc.kv.reservations.slots_for", out_of_memory)
         with pytest.raises(MemoryError):
             w.kv.reserve(B, 11, 5)
         assert everything(w.kv) == before

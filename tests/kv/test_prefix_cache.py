@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from ferrum_rpc.core import PrefixUse
@@ -110,6 +111,26 @@ def test_what_the_tier_has_is_published_piece_by_piece_as_far_as_there_is_room()
     there.write(3, 4 * SIZE)
     there.fetch(4, tokens, USE, 9)
     assert there.kv.state().cached_blocks == 2, "the others are in use"
+    there.check()
+
+
+def test_nothing_is_worth_reading_without_a_checkpoint_or_without_the_cache():
+    there = world(6).wrote(0, 3 * SIZE, prefix=USE).wrote(1, SIZE)
+    tokens = np.zeros(3 * SIZE, np.int32)
+    assert there.kv.reach(2, 0, tokens, USE, lambda key: True)[0] == 3
+    assert there.kv.reach(2, 0, tokens, USE, lambda key: False) == (0, b"")
+    for sequence in (1, 2):
+        assert there.kv.reach(sequence, 0, tokens, None, lambda key: True) == (0, b"")
+
+
+def test_what_is_forgotten_is_found_no_more_and_its_blocks_are_empty():
+    there = world(6).wrote(0, 3 * SIZE, prefix=USE).wrote(1, 2 * SIZE, prefix=PrefixUse(b"salt"))
+    there.release(0)
+    there.kv.prefixes.forget()
+    there.check()
+    assert (there.kv.state().cached_blocks, there.kv.free_blocks) == (0, 4)
+    there.write(2, 2 * SIZE + 1, prefix=USE)
+    assert there.cached == 0
     there.check()
 
 
