@@ -11,6 +11,7 @@ they compute differs:
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from typing import Final
 
 import numpy as np
@@ -118,8 +119,8 @@ class StateFeeding:
 
 class WindowFeeding:
     """What brings the blocks of sequences in ``kv`` to where a span starts. ``stage`` is called before each forward
-    pass, and ``make_way`` before blocks are reserved for one; ``save_leaving``, then ``copy_blocks`` of `Reservation`,
-    before any block is written.
+    pass, and ``make_way`` before blocks are reserved for those of a step; ``save_leaving``, then ``copy_blocks`` of
+    `Reservation`, before any block is written.
     ``failed`` undoes the reservations of a pass, and turns its error into that of its callers. ``max_tokens``: of a
     step, and so of a pass."""
 
@@ -141,30 +142,42 @@ class WindowFeeding:
         self._pass_tokens = min(max_tokens, PASS_TOKENS[compute.model.device.type])
 
     def missing(self, span: Span) -> int:
-        """How many tokens must be fed again before ``span`` can run, at most. 0 also for a fork whose parent has the
-        tokens but not the blocks: it is refused when it is reserved, unless the prefix cache has them."""
-        sequence = _whose(span)
-        return 0 if sequence is None else self._kv.missing(sequence, span.start, fork=span.parent is not None)
+        """How many tokens must be fed again before ``span`` can run, at most."""
+        kv, parent = self._kv, span.parent
+        return kv.missing(span.sequence if parent is None or kv.has_begun(span.sequence) else parent, span.start)
 
     def feed(self, spans: Sequence[Span]) -> bool:
         """Feed, in one forward pass, pieces of what is missing before ``spans`` can run. False: nothing is missing now,
         or no block is free for it; then a span will be refused. Raises `StepFailed` and `DeviceLost`; then more may be
-        missing, and nothing else changed. A sequence that several spans start from is brought to where the first one
-        does, forks before others."""
+        missing, and nothing else changed.
+
+        What a sequence owes is fed for its forks before they begin, and only then what it needs for its own span. What
+        a fork needs behind the window of its parent is fed for it alone (`KvManager.begin_fork`); `KvManager.end_begun`
+        must follow where it is not reserved."""
+        kv, starts, parents = self._kv, dict[int, tuple[int, int]](), set[int]()
         if not any(map(self.missing, spans)):
             return False
-        first = dict[int, Span]()
-        for span in sorted(spans, key=lambda each: each.parent is None):
-            if (sequence := _whose(span)) is not None:
-                first.setdefault(sequence, span)
-        return self.feed_to({key: (each.start, each.adapter) for key, each in first.items() if self.missing(each)})
+        self._make_way()
+        for span in spans:
+            if span.parent is not None and not kv.has_begun(span.sequence):
+                if kv.missing(span.parent, span.start, fork=True):
+                    starts.setdefault(span.parent, (span.start, span.adapter))
+                else:
+                    with suppress(KvBlocksExhausted):  # it is refused when it is reserved
+                        kv.begin_fork(span.parent, span.sequence, span.start)
+                        continue
+                parents.add(span.parent)
+        for span in spans:
+            if span.sequence not in parents and kv.missing(span.sequence, span.start):
+                starts[span.sequence] = span.start, span.adapter
+        fed = self.feed_to(starts)
+        done = any(not kv.missing(sequence, start) for sequence, (start, _) in starts.items())
+        return (fed or done) and any(map(self.missing, spans))
 
     def feed_to(self, starts: dict[int, tuple[int, int]]) -> bool:
-        """As `feed`, up to a length of each sequence, with the number of its adapter."""
-        if not starts:
-            return False
+        """Feed pieces in one forward pass, up to a length of each sequence, with the number of its adapter. False:
+        nothing was to be fed, or no block is free for it. Raises as `feed`. No step is under way."""
         kv, left, fed = self._kv, self._pass_tokens, list[tuple[Span, Reservation]]()
-        self._make_way()
         try:
             for sequence, (start, adapter) in starts.items():
                 first = kv.take_up(sequence, start)
@@ -185,7 +198,7 @@ class WindowFeeding:
         for span, reserved in fed:
             kv.commit(reserved, span.tokens, again=True)
         kv.trim_spares()
-        return bool(fed) and any(kv.missing(sequence, start) for sequence, (start, _) in starts.items())
+        return bool(fed)
 
     def _run(self, fed: Sequence[tuple[Span, Reservation]]) -> None:
         """A pass of these pieces, whose blocks are reserved."""

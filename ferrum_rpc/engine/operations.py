@@ -260,11 +260,11 @@ class TorchRunner(StepRunner):
     def feed_again(self, sequence: int, adapter: int) -> int:
         with self._operation("export", stage="export"):
             length, feeding = self.kv.length(sequence), self.window_feeding
-            if feeding is not None and feeding.feed_to({sequence: (length, adapter)}):
-                return self.kv.missing(sequence, length)
-            if self.kv.missing(sequence, length):
+            fed = feeding is not None and feeding.feed_to({sequence: (length, adapter)})
+            missing = self.kv.missing(sequence, length)
+            if missing and not fed:
                 raise self.kv.refusal(sequence, length)
-            return 0
+            return missing
 
     def held_from(self, sequence: int) -> int:
         with self._operation("export", settle=False):

@@ -220,17 +220,14 @@ class StepRunner:
             if step.stops:
                 behind = self._tokens_behind(step.spans[: len(step.stops)])
             self._make_way(step, behind)
-        if self.feeding is not None:
-            while self.feeding.feed(step.spans):
-                pass
-        refused, reservations, copied = self._reserve(step)
+        refused, reservations, copied = self._feed_and_reserve(step)
         if self._under_way and _short(refused):
             self._give_up(reservations)
             self._settle()
-            refused, reservations, copied = self._reserve(step)
+            refused, reservations, copied = self._feed_and_reserve(step)
         if copied and _short(refused):
             self._give_up(reservations)
-            refused, reservations, _ = self._reserve(step, keep=False)
+            refused, reservations, _ = self._feed_and_reserve(step, keep=False)
         pending = Pending(began, step.spans, refused, reservations)
         if step.stops:
             pending.late = {each for each in range(len(step.stops)) if each not in reservations and each not in refused}
@@ -358,6 +355,19 @@ class StepRunner:
         if self.states is not None:
             self.states.rollback(reservation.sequence)
         self.kv.rollback(reservation)
+
+    def _feed_and_reserve(
+        self, step: Step, *, keep: bool = True
+    ) -> tuple[dict[int, ExecutorError], dict[int, Reservation], bool]:
+        """`_reserve`, after what is missing was fed again. Forks that were fed and not reserved are released."""
+        if self.feeding is None:
+            return self._reserve(step, keep=keep)
+        try:
+            while self.feeding.feed(step.spans):
+                pass
+            return self._reserve(step, keep=keep)
+        finally:
+            self.kv.end_begun()
 
     def _reserve(
         self, step: Step, *, keep: bool = True

@@ -6,27 +6,52 @@ thread; only `KvLookup.state` may be called from elsewhere.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
-from ferrum_rpc.core import CacheState, TokenArray, TokenCounts
-from ferrum_rpc.errors import TruncateBeyondLength
+from ferrum_rpc.core import CacheState, PrefixUse, TokenArray, TokenCounts
+from ferrum_rpc.errors import KvBlocksExhausted, TruncateBeyondLength
 from ferrum_rpc.kv import audit
 from ferrum_rpc.kv.pool import BlockPool, Int32Array
 from ferrum_rpc.kv.prefix import PrefixCache
 from ferrum_rpc.kv.sequence import NEVER, KvMisuse, Reservation, SequenceBlocks
 from ferrum_rpc.kv.table import slots_for
+from ferrum_rpc.kv.windows import Windows
 
 
 class KvLookup:
     """The sequences over ``pool``, in blocks of ``block_size`` tokens. `KvMisuse` is raised for an unknown id and for
     positions that a sequence does not have."""
 
-    def __init__(self, pool: BlockPool, prefixes: PrefixCache, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, prefixes: PrefixCache, windows: Windows | None, block_size: int) -> None:
         self.block_size = block_size
         self.prefixes = prefixes
-        self._pool = pool
+        self._pool, self._windows = pool, windows
         self._sequences: dict[int, SequenceBlocks] = {}
+        self._begun = set[int]()  # forks that a step is to create
+
+    @property
+    def has_window(self) -> bool:
+        """Whether blocks behind a window are given up, so that tokens may have to be fed again."""
+        return self._windows is not None
+
+    def missing(self, sequence: int, start: int, *, fork: bool = False) -> int:
+        """How many tokens of ``sequence`` must be fed again before a span of it can begin at ``start``: at most so
+        many, and exact once `take_up` was called. Of a ``fork``, as far as the sequence itself owes them."""
+        state = self._sequences.get(sequence)
+        return 0 if self._windows is None or state is None else self._windows.missing(state, start, fork=fork)
+
+    def has_begun(self, sequence: int) -> bool:
+        """Whether ``sequence`` is a fork that a step is to create."""
+        return sequence in self._begun
+
+    def refusal(self, sequence: int, start: int) -> KvBlocksExhausted:
+        """Of a span that begins at ``start``, or what reads so many tokens, when something is `missing` and cannot be
+        fed again."""
+        assert self._windows is not None  # noqa: S101 - something is missing
+        return self._windows.refusal(self._known(sequence), start)
 
     def held_from(self, sequence: int) -> int:
         """The first position of ``sequence`` whose block it has: those before it are behind its window."""
@@ -75,6 +100,19 @@ class KvLookup:
             raise KvMisuse(f"the positions {start} to {end} of sequence {sequence} of {state.length} tokens")
         return slots_for(state.table.view(len(state.table)), start, end, self.block_size)
 
+    def reach(
+        self,
+        sequence: int,
+        start: int,
+        prompt: TokenArray,
+        prefix: PrefixUse | None,
+        there: Callable[[bytes], bool],
+    ) -> tuple[int, bytes]:
+        """How many blocks of that are worth fetching, and the key of the checkpoint behind them: see
+        `PrefixCache.reach`."""
+        state = self._fetching(sequence, start, prefix)
+        return (0, b"") if state is None else self.prefixes.reach(state, start, prompt, there)
+
     @property
     def total_blocks(self) -> int:
         """Usable blocks, free or held: all but the null block."""
@@ -98,6 +136,20 @@ class KvLookup:
         audit.check(self._pool, self._sequences, self.prefixes, self.block_size)
 
     # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _fetching(self, sequence: int, start: int, prefix: PrefixUse | None) -> SequenceBlocks | None:
+        """The sequence that a prompt is fetched for, or one like it that does not exist yet; None: nothing is."""
+        state = self._sequences.get(sequence)
+        if state is None:
+            state = self._new(prefix)
+        return None if state.root is None or state.open is not None or start > state.length else state
+
+    def _new(self, prefix: PrefixUse | None) -> SequenceBlocks:
+        """A sequence without tokens."""
+        state = SequenceBlocks()
+        if prefix is not None:
+            self.prefixes.begin(state, prefix)
+        return state
 
     def _known(self, sequence: int) -> SequenceBlocks:
         state = self._sequences.get(sequence)

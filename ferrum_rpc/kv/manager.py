@@ -29,13 +29,13 @@ called from elsewhere. Paged blocks with reference counts and copy-on-write are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 
 from ferrum_rpc.core import PrefixUse, TokenArray
-from ferrum_rpc.errors import ExecutorError, KvBlocksExhausted
+from ferrum_rpc.errors import KvBlocksExhausted
 from ferrum_rpc.kv.capacity import Capacity
 from ferrum_rpc.kv.lookup import KvLookup
 from ferrum_rpc.kv.pool import NULL_BLOCK, BlockPool
@@ -72,10 +72,10 @@ class KvManager(KvLookup):
             raise ValueError(f"block_size must be at least 1, not {block_size}")
         pool = BlockPool(num_blocks, order)
         prefixes = PrefixCache(pool, block_size, fingerprint)
-        super().__init__(pool, prefixes, block_size)
-        self._capacity = Capacity(pool, block_size, prefixes.withdraw)
-        self._reservations = Reservations(pool, self._capacity, prefixes, block_size)
-        self._windows = None if window is None else Windows(pool, prefixes, self._capacity, block_size, window)
+        capacity = self._capacity = Capacity(pool, block_size, prefixes.withdraw)
+        windows = None if window is None else Windows(pool, prefixes, capacity, block_size, window)
+        super().__init__(pool, prefixes, windows, block_size)
+        self._reservations = Reservations(pool, capacity, prefixes, block_size)
         self._sharing_ended = False  # since spares were trimmed last, perhaps
 
     # --- a step: reserve, then commit or rollback -------------------------------------------------------------------
@@ -109,8 +109,7 @@ class KvManager(KvLookup):
         elsewhere, if possible with what a short way back needs of those before, of which those before ``sent_from``
         cannot come; the others count as found.
 
-        Raises `KvBlocksExhausted` too where tokens before ``start`` must be fed again (`missing`), and `NotSupported`
-        where no block is left of them.
+        Raises `KvBlocksExhausted` too where tokens before ``start`` must be fed again (`missing`).
         """
         state = self._made(sequence, parent, start, prefix) if create else self._idle(sequence)
         if not 0 <= start <= state.known or tokens < 1 or ahead < 0 or hold < 0 or (ahead and not create):
@@ -121,7 +120,11 @@ class KvManager(KvLookup):
         size, table, end = self.block_size, state.table, start + tokens
         whole, first = table.whole, start // size
         before = len(whole)
-        if not hold and (end - 1) // size == first < before and self._pool.is_writable(block := whole.item(first)):
+        if (
+            not (hold or create)
+            and (end - 1) // size == first < before
+            and self._pool.is_writable(block := whole.item(first))
+        ):
             # Nearly every decode: it writes within one block, which is there and the sequence's own.
             overwritten = NO_SLOTS
             if start < state.length:
@@ -298,6 +301,17 @@ class KvManager(KvLookup):
             raise
         self._sequences[child] = forked
 
+    def begin_fork(self, parent: int, child: int, at: int) -> None:
+        """`fork`, for a step that is to create ``child``: what its parent lacks is fed again for it before. `reserve`
+        takes it then, or `end_begun` releases it."""
+        self.fork(parent, child, at)
+        self._begun.add(child)
+
+    def end_begun(self) -> None:
+        """Release the forks that were begun and that no reservation has taken."""
+        while self._begun:
+            self.release(self._begun.pop(), publish=False)
+
     def ensure_capacity(self, sequence: int, tokens: int) -> None:
         """Promise that the next ``tokens`` tokens of ``sequence`` find their blocks, whatever other sequences do.
 
@@ -321,17 +335,6 @@ class KvManager(KvLookup):
         self._capacity.end_hold(state)
         self._grown(state)
 
-    @property
-    def has_window(self) -> bool:
-        """Whether blocks behind a window are given up, so that tokens may have to be fed again."""
-        return self._windows is not None
-
-    def missing(self, sequence: int, start: int, *, fork: bool = False) -> int:
-        """How many tokens of ``sequence`` must be fed again before a span of it can begin at ``start``: at most so
-        many, and exact once `take_up` was called. Of a ``fork``, as far as the sequence itself owes them."""
-        state = self._sequences.get(sequence)
-        return 0 if self._windows is None or state is None else self._windows.missing(state, start, fork=fork)
-
     def take_up(self, sequence: int, start: int) -> int:
         """Have what the prefix cache still has of the tokens of ``sequence`` before ``start``, where a span is to begin
         and something is `missing`. Returns the length of what it has now; it owes the rest of its tokens."""
@@ -339,12 +342,6 @@ class KvManager(KvLookup):
         if windows is not None and windows.lacks(state, start):
             self._sharing_ended |= windows.take_up(state, start)
         return state.length
-
-    def refusal(self, sequence: int, start: int) -> ExecutorError:
-        """Of a span that begins at ``start``, or what reads so many tokens, when something is `missing` and cannot be
-        fed again."""
-        assert self._windows is not None  # noqa: S101 - something is missing
-        return self._windows.refusal(self._known(sequence), start)
 
     def take_recomputed(self, sequence: int) -> int:
         """How many tokens of ``sequence`` were fed again since this was asked last."""
@@ -396,31 +393,12 @@ class KvManager(KvLookup):
         state = self._fetching(sequence, start, prefix)
         return [] if state is None else self.prefixes.fetch(state, start, prompt, max_blocks, reach)
 
-    def reach(
-        self,
-        sequence: int,
-        start: int,
-        prompt: TokenArray,
-        prefix: PrefixUse | None,
-        there: Callable[[bytes], bool],
-    ) -> tuple[int, bytes]:
-        """How many blocks of that are worth fetching, and the key of the checkpoint behind them: see
-        `PrefixCache.reach`."""
-        state = self._fetching(sequence, start, prefix)
-        return (0, b"") if state is None else self.prefixes.reach(state, start, prompt, there)
-
-    def _fetching(self, sequence: int, start: int, prefix: PrefixUse | None) -> SequenceBlocks | None:
-        """The sequence that a prompt is fetched for, or one like it that does not exist yet; None: nothing is."""
-        state = self._sequences.get(sequence)
-        if state is None:
-            state = self._new(prefix)
-        return None if state.root is None or state.open is not None or start > state.length else state
-
     def reset(self) -> None:
         """Forget all sequences. None may have an open reservation."""
         if any(state.open for state in self._sequences.values()):
             raise KvMisuse("a reset must not be called with an open reservation")
         self._sequences.clear()
+        self._begun.clear()
         self._capacity.promised.clear()
         self.prefixes.clear()
         self._sharing_ended = False
@@ -429,21 +407,19 @@ class KvManager(KvLookup):
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _made(self, sequence: int, parent: int | None, length: int, prefix: PrefixUse | None) -> SequenceBlocks:
-        """A new sequence, of the first tokens of ``parent`` where one is named; without, it is not there yet."""
-        if sequence in self._sequences:
+        """A new sequence, of the first tokens of ``parent`` where one is named, perhaps begun before; without, it is
+        not there yet."""
+        if sequence in self._begun:
+            self._begun.remove(sequence)
+        elif sequence in self._sequences:
             raise KvMisuse(f"sequence {sequence} exists already")
-        if parent is None:
+        elif parent is None:
             return self._new(prefix)
-        self.fork(parent, sequence, length)
+        else:
+            self.fork(parent, sequence, length)
         state = self._sequences[sequence]
         if state.length < length:
+            refusal = self.refusal(sequence, length)
             self.release(sequence, publish=False)
-            raise self.refusal(parent, length)
-        return state
-
-    def _new(self, prefix: PrefixUse | None) -> SequenceBlocks:
-        """A sequence without tokens."""
-        state = SequenceBlocks()
-        if prefix is not None:
-            self.prefixes.begin(state, prefix)
+            raise refusal
         return state

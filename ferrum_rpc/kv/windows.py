@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ferrum_rpc.errors import ExecutorError, KvBlocksExhausted, NotSupported
+from ferrum_rpc.errors import KvBlocksExhausted
 from ferrum_rpc.kv.capacity import Capacity
 from ferrum_rpc.kv.pool import NULL_BLOCK, BlockPool
 from ferrum_rpc.kv.prefix import PrefixCache
@@ -79,18 +79,13 @@ class Windows:
             return start - state.length
         return max(1, start) if not fork and self.lacks(state, start) else 0
 
-    def refusal(self, state: SequenceBlocks, start: int) -> ExecutorError:
+    def refusal(self, state: SequenceBlocks, start: int) -> KvBlocksExhausted:
         """Of a span that begins at ``start``, or what reads so many tokens, when something is missing and cannot be fed
         again."""
-        if start > state.length:
-            free = self._pool.free_blocks
-            return KvBlocksExhausted(
-                f"{start - state.length} tokens must be fed again first, and no block is free for that",
-                metadata={"needed_blocks": free + 1, "free_blocks": free},
-            )
-        return NotSupported(
-            f"the blocks that the position {start} needs are gone, and other items of the call use the sequence too, "
-            "or fork it there: cut it back, or fork it (ForkKv), in a call before"
+        free, missing = self._pool.free_blocks, self.missing(state, start, fork=False)
+        return KvBlocksExhausted(
+            f"up to {missing} tokens must be fed again first, and no block is free for that",
+            metadata={"needed_blocks": free + 1, "free_blocks": free},
         )
 
     def drop(self, state: SequenceBlocks) -> None:

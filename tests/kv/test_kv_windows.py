@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ferrum_rpc.core import PrefixUse
-from ferrum_rpc.errors import KvBlocksExhausted, NotSupported
+from ferrum_rpc.errors import KvBlocksExhausted
+from ferrum_rpc.kv.sequence import KvMisuse
 from ferrum_rpc.kv.table import slots_for
 from ferrum_rpc.kv.windows import Window
 from ferrum_rpc.prefix_hash import chained, root_of
@@ -105,6 +106,21 @@ class WindowWorld(World):
         if not create:
             self.feed(sequence, start)
         return super().reserve(sequence, start, count, create, *how, **more)
+
+    def fork_in_a_step(self, parent: int, child: int, at: int, count: int) -> Write:
+        """What the engine does with a span that is to create ``child``. One that is refused leaves nothing."""
+        if self.kv.missing(parent, at):
+            try:
+                self.kv.begin_fork(parent, child, at)
+                self.tokens[child] = self.tokens[parent][:at]
+                self.salts[child], self.callers[child] = self.salts[parent], self.callers[parent]
+                self.feed(child, at)
+            except KvBlocksExhausted:
+                self.kv.end_begun()
+                raise
+            finally:
+                self.tokens.pop(child, None)
+        return super().reserve(child, at, count, True, parent=parent)
 
     def bring(self, sequence: int, tokens: list[int], prefix: PrefixUse | None, sent_from: int = 0) -> Write:
         """An import: its numbers come from elsewhere, from the window of its last token on, and from ``free`` tokens
@@ -275,10 +291,9 @@ class WindowMachine(RuleBasedStateMachine):
         at = data.draw(st.integers(0, len(self.world.tokens[parent])), label="at")
         before = everything(self.kv)
         try:
-            write = self.world.reserve(child, at, count, True, parent=parent)
-        except (KvBlocksExhausted, NotSupported):
-            if not self.kv.missing(parent, at):
-                assert everything(self.kv)["sequences"].keys() == before["sequences"].keys()
+            write = self.world.fork_in_a_step(parent, child, at, count)
+        except KvBlocksExhausted:
+            assert everything(self.kv)["sequences"].keys() == before["sequences"].keys()
             return
         self.finish(data, write)
 
@@ -456,15 +471,45 @@ def test_a_fork_behind_the_window_is_fed_alone():
     each.check()
 
 
-def test_a_fork_in_a_step_behind_the_window_needs_what_is_found():
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_fork_in_a_step_behind_the_window_is_fed_alone(fails):
+    """And is gone with its step if that fails."""
     each = world(usable=30)
     each.write(1, 60)
-    with pytest.raises(NotSupported, match="ForkKv"):
-        each.reserve(2, 20, 1, True, parent=1)
-    assert 2 not in sequences(each.kv)
-    each.write(3, 60, prefix=PrefixUse())
-    each.finish(each.reserve(4, 20, 1, True, parent=3))
+    had, free = each.blocks(1), each.kv.free_blocks
+    write = each.fork_in_a_step(1, 2, 22, 1)
+    assert each.fed == 22 and each.blocks(1) == had and not each.kv.missing(1, 60)
+    if fails:
+        each.rollback(write)
+        assert 2 not in sequences(each.kv) and each.kv.free_blocks == free
+    else:
+        each.finish(write)
+        assert each.tokens[2][:22] == each.tokens[1][:22] and each.kv.take_recomputed(2) == 22
     each.check()
+
+
+def test_a_fork_in_a_step_behind_the_window_takes_what_is_found():
+    each = world(usable=30)
+    each.write(1, 60, prefix=PrefixUse())
+    each.finish(each.fork_in_a_step(1, 2, 20, 1))
+    assert each.fed == 0
+    each.check()
+
+
+def test_a_fork_that_was_begun_and_not_reserved_leaves_nothing():
+    each = world(usable=30)
+    each.write(1, 60)
+    before = everything(each.kv)
+    each.kv.begin_fork(1, 2, 20)
+    assert each.kv.missing(2, 20) == 20
+    with pytest.raises(KvBlocksExhausted):
+        each.reserve(2, 20, 1, True, parent=1)
+    assert everything(each.kv) == before
+    each.kv.begin_fork(1, 2, 20)
+    each.kv.end_begun()
+    assert everything(each.kv) == before
+    with pytest.raises(KvMisuse):
+        each.kv.reserve(1, 20, 1, True, parent=1)
 
 
 def test_without_a_block_to_feed_in_a_span_is_refused_and_the_sequence_stays():

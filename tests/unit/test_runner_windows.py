@@ -20,7 +20,7 @@ from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import PREFIX, Span, SpanResult, Step
 from ferrum_rpc.engine import feeding
 from ferrum_rpc.engine.assembly.build import build_runner
-from ferrum_rpc.errors import KvBlocksExhausted, NotSupported, StepFailed
+from ferrum_rpc.errors import KvBlocksExhausted, StepFailed
 from tests.support.checkpoints import make_checkpoint
 from tests.support.inside import sequences
 from tests.support.poison import fill_slots
@@ -34,8 +34,6 @@ STAGES = ("reserve", "plan", "forward", "select", "commit")
 
 
 class WindowWorld(World):
-    refusals = (KvBlocksExhausted, NotSupported)
-
     def __init__(self, folder: Any, **more: Any) -> None:
         super().__init__(folder, slots=None, family="mistral", **more)
         self.moved = 0
@@ -297,15 +295,43 @@ def test_a_pass_has_pieces_of_several_sequences_and_no_more_tokens_than_it_may(f
     assert sum(map(sum, passes)) == 5 * 40, "each token once"
 
 
-def test_a_parent_that_goes_back_beside_its_fork_is_fed_for_the_fork(folder):
-    """What the parent's own item needs then is gone: it is refused, by name, and not fed for ever."""
+@pytest.mark.parametrize("owed", [False, True])
+def test_a_parent_goes_back_beside_its_forks(folder, owed):
+    """They have what it had, wherever they begin. What it owes is fed once for all of them, and then for its own."""
+    world = WindowWorld(folder)
+    parent, length = fed(world, prompt(120), [1]), 121
+    if owed:
+        length = 70
+        world.truncate(parent, length)
+    forks = [world.fork(parent, [2], at) for at in (length, 25)]
+    last, first, own = world.step(*forks, world.span(parent, [3], 10))
+    assert (last.recomputed_tokens, first.recomputed_tokens) == (0, 0 if owed else 25)
+    assert own.recomputed_tokens == 10 + length * owed
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_fork_that_was_fed_is_gone_with_its_step(folder, stage):
     world = WindowWorld(folder)
     parent = fed(world, prompt(120), [1])
-    child = world.fork(parent, [2], 121)
-    forked, own = world.step(child, world.span(parent, [3], 20))
-    assert isinstance(forked, SpanResult) and isinstance(own, NotSupported)
-    [own] = world.step(world.span(parent, [3], 20))
-    assert own.recomputed_tokens == 20
+    free = world.runner.kv.free_blocks
+    with pytest.raises(StepFailed), world.failing(stage, 2 if stage == "forward" else 1):
+        world.step(world.fork(parent, [2], 50))
+    world.check()
+    assert world.runner.kv.free_blocks == free and sequences(world.runner.kv).keys() == {parent}
+    [outcome] = world.step(world.fork(parent, [2], 50))
+    assert outcome.recomputed_tokens == 50
+
+
+def test_a_fork_is_refused_where_no_block_is_free_to_feed_it(folder):
+    """Its parent's own item is as it would be alone."""
+    world = WindowWorld(folder, blocks=40)
+    parent = fed(world, prompt(60), prompt(60, 1))
+    other = fed(world, prompt(3))
+    world.do("reserve", other, (world.runner.kv.free_blocks - 1) * SIZE)
+    before = set(sequences(world.runner.kv))
+    fork, own = world.step(world.fork(parent, [2], 50), world.span(parent, [3]))
+    assert isinstance(fork, KvBlocksExhausted) and isinstance(own, SpanResult)
+    assert set(sequences(world.runner.kv)) == before
 
 
 def test_a_pass_that_fails_leaves_the_tokens_owed(folder):
