@@ -33,10 +33,10 @@ ROLLED_BACK: Final = (Action.ERROR, Action.OOM)
 FATAL: Final = (Action.CRASH, Action.DEVICE_LOST)
 VERSES: Final = 10
 """Verses within which a point is reached often enough; a rule that has not fired by then is a violation."""
-SPACING: Final = {Failpoint.BEFORE_REPLY: 11, Failpoint.EXPORT: 4, Failpoint.IMPORT: 7}
+SPACING: Final = {Failpoint.BEFORE_REPLY: 11, Failpoint.EXPORT: 7, Failpoint.IMPORT: 23}
 """Hits from one firing to the next, 3 elsewhere: so a fork of two that is tried again is not hit again at once, and
-answers are lost of steps that did not fail. A move reaches a fork, an export and three times an import: with one
-spacing for all of them, every attempt would fail at one of the three in turn."""
+answers are lost of steps that did not fail. A move reaches a fork, up to three times an export and seven times an
+import: with spacings as short as that, every attempt would fail at one of them."""
 
 PROMPT: Final = encode("The register of ")
 CHUNK: Final = 32
