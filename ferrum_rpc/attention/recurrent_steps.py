@@ -70,7 +70,7 @@ class RecurrentStore:
         return RecurrentStep(spans)
 
     def begin_anew(self, counts: Sequence[int]) -> RecurrentStep:
-        """A step of sequences of so many tokens that nobody wants, in the first slots, which nobody has."""
+        """A step of so many tokens each, without a purpose, in the first slots, which must be free."""
         spans = list[RecurrentSpan]()
         for slot, count in zip(self.slots, counts, strict=False):
             slot.clear()

@@ -153,15 +153,15 @@ def as_output(output: Output, positions: Positions) -> OutputSpec:
         raise InvalidRequest(f"positions must be one of Positions, not {spec.positions!r}", field="output.positions")
     kind: object = spec.kind
     match kind:
-        case Greedy(logprob=bool(), logprobs=beside):
-            _check_logprobs(beside, "output.greedy.logprobs")
+        case Greedy(logprob=bool(), logprobs=logprobs):
+            _check_logprobs(logprobs, "output.greedy.logprobs")
             _check_masks(kind, "output.greedy")
-        case NextToken(first_position, following_token, beside):
+        case NextToken(first_position, following_token, logprobs):
             if spec.positions is not Positions.ALL:
                 raise InvalidRequest("positions must not be set: NextToken defines them", field="output.positions")
             as_number(first_position, "output.next_token.first_position")
             as_optional(following_token, "output.next_token.following_token")
-            _check_logprobs(beside, "output.next_token.logprobs")
+            _check_logprobs(logprobs, "output.next_token.logprobs")
         case FullLogits(dtype=RowDType()) | HiddenStates(dtype=RowDType()):
             pass
         case Sample():
@@ -231,14 +231,14 @@ def _wrong_bias(bias: object, field: str) -> InvalidRequest:
     )
 
 
-def _check_logprobs(beside: object, field: str) -> None:
-    if beside is None:
+def _check_logprobs(logprobs: object, field: str) -> None:
+    if logprobs is None:
         return
-    if not isinstance(beside, RowLogprobs) or not isinstance(beside.token_ids, tuple):
-        raise InvalidRequest(f"logprobs must be None or RowLogprobs(k, (id, ...)), not {beside!r}", field=field)
-    as_number(beside.top_k, f"{field}.top_k")
-    if beside.token_ids:
-        as_tokens(beside.token_ids, f"{field}.token_ids")
+    if not isinstance(logprobs, RowLogprobs) or not isinstance(logprobs.token_ids, tuple):
+        raise InvalidRequest(f"logprobs must be None or RowLogprobs(k, (id, ...)), not {logprobs!r}", field=field)
+    as_number(logprobs.top_k, f"{field}.top_k")
+    if logprobs.token_ids:
+        as_tokens(logprobs.token_ids, f"{field}.token_ids")
 
 
 def _check_masks(kind: Greedy | Sample, field: str) -> None:

@@ -147,7 +147,7 @@ def tls(
     """Credentials for `ExecutorClient`, from PEM files: the authorities to trust (None: those that come with gRPC), and
     with mutual TLS the certificate chain to show and its key. Raises `InvalidRequest` that names the file.
 
-    A token beside TLS is sent encrypted; without TLS it is sent as it is, readable on the way.
+    A token over TLS is sent encrypted; without TLS it is sent as it is, readable on the way.
     """
     if (cert is None) != (key is None):
         raise InvalidRequest("a certificate and its key must be set together", field="cert")

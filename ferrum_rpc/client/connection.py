@@ -301,7 +301,7 @@ class Connection:
     ) -> list[ExecutorError | None]:
         """Free sequences, and those that a call of unknown outcome may have created. None for each that is free.
         Completes within ``release_timeout_s`` even if the caller is cancelled. ``ending``: their cancelled calls.
-        Nobody waits for those of earlier releases that failed."""
+        No caller waits for those of earlier releases that failed."""
         for state in states:
             state.released = True
             self.live.discard(state)

@@ -28,7 +28,7 @@ class Owner:
         self.connection = connection
         self.state = state
 
-    def beside(self, state: SequenceState) -> Owner:
+    def of_sibling(self, state: SequenceState) -> Owner:
         """The owner of a sequence that shares this one's cache."""
         return Owner(self.connection, state)
 

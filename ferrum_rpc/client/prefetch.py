@@ -200,6 +200,6 @@ class RunPrefetcher:
 
 
 def _retrieve(task: asyncio.Task[Answer]) -> None:
-    """Keep asyncio from reporting an outcome that nobody waits for any more."""
+    """Keep asyncio from reporting an outcome that no caller waits for any more."""
     if not task.cancelled():
         task.exception()

@@ -22,7 +22,7 @@ from ferrum_rpc.core.check import check_limit
 from ferrum_rpc.errors import ExecutorError
 
 _FORBIDDEN: Final = float(np.finfo(np.float32).min)
-"""The bias of a token that must not be chosen: its probability is exactly 0 beside any other allowed token."""
+"""The bias of a token that must not be chosen: its probability is exactly 0 where there is any other allowed token."""
 
 
 class FinishReason(enum.StrEnum):

@@ -451,7 +451,7 @@ class Sequence:
 
     def _beside(self, state: SequenceState) -> Self:
         """A sequence that shares this one's cache."""
-        return type(self)(Sender(state, self._sender.owner.beside(state)))
+        return type(self)(Sender(state, self._sender.owner.of_sibling(state)))
 
 
 def _check_fed(output: OutputSpec) -> None:

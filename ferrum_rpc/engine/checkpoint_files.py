@@ -1,8 +1,8 @@
 """Checkpoints of states as files of the second tier: written when their slots are needed, and read a piece at a time.
 
 A checkpoint has the size of a state, and steps wait for each operation. So one that comes back is read and written to
-its slot by several operations, between which the steps of others run. Meanwhile nobody finds it, and its slot counts as
-free: it is a checkpoint under a key of its own, which is dropped if another needs the slot.
+its slot by several operations, between which the steps of others run. Meanwhile no request finds it, and its slot
+counts as free: it is a checkpoint under a key of its own, which is dropped if another needs the slot.
 """
 
 from __future__ import annotations

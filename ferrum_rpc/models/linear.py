@@ -203,7 +203,7 @@ def fast_pairs(device: torch.device) -> PairFactory | None:
     return None if made.isa == ISAS[4] else made
 
 
-def beside_stored(device: torch.device) -> PairFactory | None:
+def alongside_stored(device: torch.device) -> PairFactory | None:
     """How a model holds what is no integer if its checkpoint's integers are multiplied as they are stored. None: not
     here; the kernels are missing, or slower than products of floats."""
     try:

@@ -187,8 +187,8 @@ class Driver:
 
     def has_room(self, request: Request) -> bool:
         """Whether a request may be assigned to this executor now, with those that are assigned already."""
-        beside, pool = [*self.queues.coming, *self.queues.waiting], self.queues.in_flight.free(self.port.pool)
-        return not self.refusal and bool(arrivals([request], self.queues.running, beside, pool, self._budget))
+        assigned, pool = [*self.queues.coming, *self.queues.waiting], self.queues.in_flight.free(self.port.pool)
+        return not self.refusal and bool(arrivals([request], self.queues.running, assigned, pool, self._budget))
 
     def rests(self, request: Request) -> bool:
         """Whether a request has nothing in flight, so that it can move."""

@@ -57,11 +57,11 @@ class Budget:
         """Maximum number of running requests: each needs a place in every step for its one token."""
         return min(self.running, self.tokens, self.items)
 
-    def is_full(self, request: Request, beside: int, tenants: Collection[str]) -> bool:
-        """Whether there is no place for a request while ``beside`` places are taken by requests of ``tenants``. One
+    def is_full(self, request: Request, in_use: int, tenants: Collection[str]) -> bool:
+        """Whether there is no place for a request while ``in_use`` places are taken by requests of ``tenants``. One
         without a tenant may have any place; one that branches needs a place for each branch, or runs alone."""
         reserved = self.at_once // PLACES_A_RESERVED_ONE if request.tenant and request.tenant in tenants else 0
-        return beside > 0 and beside + request.places > self.at_once - reserved
+        return in_use > 0 and in_use + request.places > self.at_once - reserved
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,15 +157,15 @@ def arrivals(
     free -= sum(pool.blocks(each.known + budget.headroom) for each in coming)
     found: list[Request] = []
     tenants = {each.tenant for each in (*running, *coming)}
-    beside = sum(each.places for each in (*running, *coming))
+    in_use = sum(each.places for each in (*running, *coming))
     for request in ready:
-        free -= pool.blocks(request.known + (budget.headroom if beside else 0))  # the only request needs none
-        slots -= request.slots if beside else 1
-        if min(free, slots) < 0 or budget.is_full(request, beside, tenants):
+        free -= pool.blocks(request.known + (budget.headroom if in_use else 0))  # the only request needs none
+        slots -= request.slots if in_use else 1
+        if min(free, slots) < 0 or budget.is_full(request, in_use, tenants):
             break
         found.append(request)
         tenants.add(request.tenant)
-        beside += request.places
+        in_use += request.places
     return found
 
 
@@ -221,25 +221,25 @@ class _Planner:
 
     def admit(self, waiting: Sequence[Request]) -> None:
         tenants = {*self.others.tenants, *(each.tenant for each in self.kept)}
-        beside = sum(each.places for each in self.kept) + self.others.count
+        in_use = sum(each.places for each in self.kept) + self.others.count
         for request in waiting:
             if self.pool.blocks(request.known) > self.pool.total:
                 self.unservable.append(request)
                 continue
-            if self.budget.is_full(request, beside, tenants) or not self._has_room():
+            if self.budget.is_full(request, in_use, tenants) or not self._has_room():
                 return
-            headroom = self.budget.headroom if beside else 0  # the only request needs none
+            headroom = self.budget.headroom if in_use else 0  # the only request needs none
             blocks, slots = self._promised()
             if blocks + self.pool.blocks(request.known + headroom) > self.free:
                 return
-            if slots + (request.slots if beside else 1) > self.slots:
+            if slots + (request.slots if in_use else 1) > self.slots:
                 return
-            if beside and request.span(self._most(request), self.budget.exact) == 0:
+            if in_use and request.span(self._most(request), self.budget.exact) == 0:
                 return
             self.kept.append(request)
             self.admitted.append(request)
             tenants.add(request.tenant)
-            beside += request.places
+            in_use += request.places
             self._feed_some(request)
 
     def drafts(self) -> None:

@@ -161,11 +161,11 @@ class CacheLayout:
         """Raise `LayoutMismatch` unless a cache of that layout is one of this."""
         differs = {name: value for name, value in self._fields().items() if getattr(layout, name) != value}
         if differs:
-            told = {name: _told(value) for name, value in differs.items()}
+            reported = {name: _reported(value) for name, value in differs.items()}
             raise LayoutMismatch(
                 f"the cache is another model's or laid out otherwise: {', '.join(differs)}",
                 field="header.layout",
-                metadata={"differs": ",".join(differs), **told},
+                metadata={"differs": ",".join(differs), **reported},
             )
 
 
@@ -188,7 +188,7 @@ def widest_bytes(layout: kv_transfer_pb2.KvLayout) -> int:
     return max(found.values(), default=0)
 
 
-def _told(value: Any) -> Any:
+def _reported(value: Any) -> Any:
     """A field's value as metadata have it."""
     if isinstance(value, list):
         return ",".join(each.name for each in value)

@@ -66,7 +66,9 @@ class Members:
             raise InvalidRequest("a fleet must have at least one target", field="targets")
         for target in self.targets:
             check(target)
-        if not isinstance(connect(self.targets[0]), ExecutorClient):  # nobody would ever join, and nothing say why
+        if not isinstance(
+            connect(self.targets[0]), ExecutorClient
+        ):  # no member would ever join, and no log line say why
             raise InvalidRequest(
                 "connect must make a ferrum_rpc.client.ExecutorClient, in the client for threads too", field="connect"
             )

@@ -86,7 +86,7 @@ class FleetOwner(Owner):
         self._longest_context = 0  # of its owners so far
         self._refusals: tuple[Deadline | None, set[Member]] = None, set()  # of the call with that deadline, by whom
 
-    def beside(self, state: SequenceState) -> FleetOwner:
+    def of_sibling(self, state: SequenceState) -> FleetOwner:
         return FleetOwner(self.fleet, self.member, state)
 
     @property

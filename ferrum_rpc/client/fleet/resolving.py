@@ -47,7 +47,7 @@ def certificate_host(targets: Iterable[str], target: str) -> str:
 
 
 async def lookup(target: str) -> list[str]:
-    """The targets behind ``dns:///name:port``, or in the lines of ``file:PATH``. Raises `TransportError` where nobody
+    """The targets behind ``dns:///name:port``, or in the lines of ``file:PATH``. Raises `TransportError` where no one
     can say now."""
     if target.startswith(FILE):
         return await asyncio.to_thread(_lines, Path(target[len(FILE) :]))

@@ -42,7 +42,7 @@ from ferrum_rpc.models.fused_ops_choice import select_fused_ops
 from ferrum_rpc.models.hf.describe import HfSpec
 from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
 from ferrum_rpc.models.layout import Held
-from ferrum_rpc.models.linear import LinearFactory, beside_stored, fast_pairs, select_linear, select_quantized
+from ferrum_rpc.models.linear import LinearFactory, alongside_stored, fast_pairs, select_linear, select_quantized
 from ferrum_rpc.models.shard import WHOLE, Shard
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.native import library
@@ -368,11 +368,11 @@ def _choose_decoder(
     rank: int,
 ) -> DecoderCheckpoint:
     quantize: str = config.quantize
-    beside = None
+    unstored = None
     if quantize == QUANTIZE_AUTO:
         if config.dtype == "auto" and stored_parts(checkpoint, spec, WHOLE):
-            beside = beside_stored(device)
-        quantize = QUANTIZE_NONE if beside is None else AS_STORED
+            unstored = alongside_stored(device)
+        quantize = QUANTIZE_NONE if unstored is None else AS_STORED
     dtype = _choose_dtype(config, checkpoint, spec, device, reasons, quantize=quantize)
     whole, ops = spec.for_context(config.max_context), None
     shard = Shard.at(rank, config.tensor_parallel, config.pipeline_parallel)
@@ -386,8 +386,8 @@ def _choose_decoder(
     linear: LinearFactory
     head: LinearFactory
     held: Held = {}
-    if beside is not None:
-        linear, held = beside, stored_parts(checkpoint, whole, shard)
+    if unstored is not None:
+        linear, held = unstored, stored_parts(checkpoint, whole, shard)
         head = linear
     elif quantize != QUANTIZE_NONE:
         linear, head = select_quantized(device, dtype, quantize)

@@ -119,7 +119,7 @@ def size_cache(
         reason += f"the step: {parts}, {mib(step.reserve)} in reserve"
         if budget < block_bytes:
             raise InvalidRequest(
-                f"{mib(left)} of device memory without the weights leave no block of {block_bytes} bytes beside the "
+                f"{mib(left)} of device memory without the weights leave no block of {block_bytes} bytes besides the "
                 f"largest step ({parts}, {mib(step.reserve)} in reserve); lower --max-batch-tokens",
                 field="max_batch_tokens",
             )

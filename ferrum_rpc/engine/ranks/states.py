@@ -1,8 +1,8 @@
 """The recurrent states of a model shared by ranks: each rank has slots of the same numbers, for its own heads.
 
 Rank 0 decides which slot a sequence has, and how long it is. What changes the content of slots, copies and steps, runs
-on all ranks in the same order. A request has the lengths of its slots, so that no rank needs to be told of a commit or
-a truncation. Only how many tokens a state contains may differ, after a failed step (`RecurrentSlot.least`).
+on all ranks in the same order. A request has the lengths of its slots, so that no rank needs a message about a commit
+or a truncation. Only how many tokens a state contains may differ, after a failed step (`RecurrentSlot.least`).
 """
 
 from __future__ import annotations
