@@ -289,6 +289,7 @@ def info_from_proto(proto: model_executor_pb2.GetInfoResponse) -> ExecutorInfo:
             DeviceInfo,
             proto.device,
             choices=tuple((each.choice, each.reason) for each in proto.device.choices),
+            window_tokens=None,
             **of_engine,
         ),
     )

@@ -136,7 +136,8 @@ class DeviceInfo:
     ``exact_span_tokens``: spans of up to this many tokens give exactly the bits of single decodes, whatever their
     neighbours; 0: nothing is promised. ``free_truncation_tokens``: to go back by up to so many tokens of the last step
     costs nothing; by more, tokens are fed again, from a checkpoint if they come every ``checkpoint_tokens``. None: any
-    truncation costs nothing."""
+    truncation costs nothing. ``window_tokens``: so many tokens of a sequence stay in the cache, besides those of a
+    step, because every layer has a window; None: all do. GetInfo does not report that."""
 
     kind: str
     name: str
@@ -147,6 +148,7 @@ class DeviceInfo:
     exact_span_tokens: int = 0
     free_truncation_tokens: int | None = None
     checkpoint_tokens: int = 0
+    window_tokens: int | None = None
 
 
 MAX_CACHE_SALT_BYTES: Final = 1024

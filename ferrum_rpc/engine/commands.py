@@ -43,6 +43,10 @@ class Operations(Protocol):
         tokens of ``sequence`` or of a fork of it, to where the step finds it. Returns how many blocks; 0: it has no
         more. If the model keeps states, call `fetch_states` first."""
 
+    def fetch_window(self, sequence: int, start: int) -> int:
+        """As `fetch_prefix`, of the tokens of ``sequence`` itself that lie behind its window and are needed for a span
+        of it, or of a fork, that begins at ``start``."""
+
     def fetch_states(self, sequence: int, start: int, prompt: TokenArray, prefix: PrefixUse | None) -> bool:
         """Bring a piece of the last checkpoint that the second tier has for ``prompt`` to where the step finds it; see
         `fetch_prefix`. False: nothing more comes."""

@@ -6,8 +6,9 @@ An operation changes everything or nothing. All but a release of other sequences
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -151,21 +152,30 @@ class TorchRunner(StepRunner):
     def fetch_prefix(self, sequence: int, start: int, prompt: TokenArray, prefix: PrefixUse | None) -> int:
         if self._tier is None:
             return 0
-        max_blocks = max(1, FETCH_BYTES // self.store.block_bytes)
         with self._operation("read of the second tier"):
             reach = None
             if self.states is not None:
                 reach, _ = self.kv.reach(sequence, start, prompt, prefix, self.states.has_checkpoint)
                 if not reach:
                     return 0
-            try:
-                fetched = self.kv.fetch(sequence, start, prompt, prefix, max_blocks, reach=reach)
-                self._save_leaving()
-                if fetched:
-                    self.store.write_blocks(*zip(*fetched, strict=True))
-            except BaseException:
-                self.kv.prefixes.forget()  # some may lack their content
-                raise
+            return self._fetch(partial(self.kv.fetch, sequence, start, prompt, prefix, reach=reach))
+
+    def fetch_window(self, sequence: int, start: int) -> int:
+        if self._tier is None:
+            return 0
+        with self._operation("read of the second tier"):
+            return self._fetch(partial(self.kv.fetch_window, sequence, start))
+
+    def _fetch(self, fetch: Callable[..., list[tuple[int, bytes]]]) -> int:
+        """Have blocks of the second tier in the prefix cache, with their content. Returns how many."""
+        try:
+            fetched = fetch(max_blocks=max(1, FETCH_BYTES // self.store.block_bytes))
+            self._save_leaving()
+            if fetched:
+                self.store.write_blocks(*zip(*fetched, strict=True))
+        except BaseException:
+            self.kv.prefixes.forget()  # some may lack their content
+            raise
         return len(fetched)
 
     def fetch_states(self, sequence: int, start: int, prompt: TokenArray, prefix: PrefixUse | None) -> bool:

@@ -142,7 +142,7 @@ class KvLookup:
         state = self._sequences.get(sequence)
         if state is None:
             state = self._new(prefix)
-        return None if state.root is None or state.open is not None or start > state.length else state
+        return None if state.root is None or state.open is not None or start > state.known else state
 
     def _new(self, prefix: PrefixUse | None) -> SequenceBlocks:
         """A sequence without tokens."""

@@ -393,6 +393,16 @@ class KvManager(KvLookup):
         state = self._fetching(sequence, start, prefix)
         return [] if state is None else self.prefixes.fetch(state, start, prompt, max_blocks, reach)
 
+    def fetch_window(self, sequence: int, start: int, max_blocks: int) -> list[tuple[int, bytes]]:
+        """As `fetch`, of the tokens of ``sequence`` itself: what it needs for a span that begins at ``start``, or for a
+        fork there, and neither it nor the prefix cache has."""
+        state, windows, size = self._sequences.get(sequence), self._windows, self.block_size
+        places = range(0) if state is None or windows is None else windows.to_fetch(state, start)
+        if state is None or not places:
+            return []
+        first, tokens = places.start * size, state.history.upto(min(state.known, places.stop * size))
+        return self.prefixes.fetch(state, first, tokens[first:], max_blocks)
+
     def reset(self) -> None:
         """Forget all sequences. None may have an open reservation."""
         if any(state.open for state in self._sequences.values()):

@@ -161,6 +161,10 @@ class PrefixCache:
         key, block = _first_of(self._blocks.get, hashed, caller)
         return None if block is None else (block, key is not hashed)
 
+    def in_tier(self, hashed: bytes, caller: bytes) -> bool:
+        """Whether the tier has the block of a hash that a caller may find."""
+        return self.tier is not None and (hashed in self.tier or (bool(caller) and hashed + caller in self.tier))
+
     def key_at(self, state: SequenceBlocks, length: int) -> bytes:
         """The key of what the first ``length`` tokens of a sequence that uses the cache leave: a whole number of
         blocks."""

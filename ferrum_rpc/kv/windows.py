@@ -15,7 +15,7 @@ What makes a place usable is the same for a sequence that goes back and for a pr
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -34,6 +34,15 @@ class Window(NamedTuple):
 
     tokens: int
     free: int
+
+    @property
+    def kept(self) -> int:
+        """How many tokens of a sequence stay, at most, besides those of a step."""
+        return self.tokens - 1 + self.free
+
+
+IN_TIER: Final = -1
+"""In place of a block that the second tier has."""
 
 
 class Content(NamedTuple):
@@ -97,9 +106,10 @@ class Windows:
         state.gone = gone
         self._pool.release(held_blocks(blocks))
 
-    def find(self, state: SequenceBlocks, length: int) -> Content:
-        """The most that the sequence and the prefix cache have of the first ``length`` tokens of ``state``. The block
-        in which those end may have more of the sequence's tokens."""
+    def find(self, state: SequenceBlocks, length: int, *, tier: bool = False) -> Content:
+        """The most that the sequence and the prefix cache have of the first ``length`` tokens of ``state``, with what
+        the second ``tier`` has (`IN_TIER`) or without. The block in which those end may have more of the sequence's
+        tokens."""
         size, table = self._size, state.table
         last, own_end = blocks_for(length, size), len(table)
         hashes = (
@@ -117,6 +127,8 @@ class Windows:
                 if found is not None:
                     block, own = found
                     imported += [place] if own else []
+                elif tier and self._prefixes.in_tier(hashed, state.caller):
+                    block = IN_TIER
             if block == NULL_BLOCK and state.gone <= place < own_end:
                 block, end = table[place], state.length  # it is full in part
             blocks.append(block)
@@ -129,6 +141,16 @@ class Windows:
         blocks = [NULL_BLOCK] * first + blocks[first : blocks_for(usable, size)]
         from_others = [place * size for place in imported if first <= place < len(blocks)]
         return Content(usable, blocks, min(from_others, default=NEVER))
+
+    def to_fetch(self, state: SequenceBlocks, start: int) -> range:
+        """Between which places the second tier has blocks that a span needs, which is to begin at ``start``, or that
+        leave less to be fed again before it. Empty: none."""
+        if state.root is None or not self.missing(state, start, fork=False):
+            return range(0)
+        found = self.find(state, start, tier=True)
+        needed = self.first_needed(found.length)
+        places = [place for place, block in enumerate(found.blocks) if block == IN_TIER and place >= needed]
+        return range(places[0], places[-1] + 1) if places else range(0)
 
     # --- going back, when something is lacked -----------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ is free; the other items of its call and its step commit.
 from __future__ import annotations
 
 import copy
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -66,7 +67,7 @@ from ferrum_rpc.service.replay import Entry, Outcome, scope_of
 from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.supervisor import BackgroundTask
 from ferrum_rpc.service.transaction import CANCELLED_BEFORE, FAILED, CallPhase, Failed, Transaction
-from ferrum_rpc.service.waits import bring_in, prompts_of
+from ferrum_rpc.service.waits import bring_in, tiered
 
 CHOOSING: Final = (Greedy, Sample)
 """Outputs whose last row is a token that another item may feed."""
@@ -378,10 +379,11 @@ class ForwardCall(Transaction["ForwardCall"]):
         state, engine = self._state, self._state.engine
         records = [*(each.record for each in self._admitted), *self._held.parents]
         parked = [record for record in records if record.parked]
-        prompts = prompts_of(self._admitted, engine.cache.block_size) if engine.cache.tier_bytes else ()
-        if parked or prompts:
-            self._wait(bring_in(state, self._account, self._goes_on, parked, prompts))
-        return bool(parked or prompts)
+        prompts, back = tiered(state, self._admitted, self._held.parents) if engine.cache.tier_bytes else ((), ())
+        if parked or prompts or back:
+            self._wait(bring_in(state, self._account, self._goes_on, parked, prompts, back))
+            return True
+        return False
 
     def _go_on(self, failed: Failed) -> None:
         dropped = self._drop(failed) if failed else []
@@ -585,6 +587,7 @@ def end_item(state: ServerState, each: Admitted, outcome: ItemOutcome, now: floa
         record.busy, record.cut, record.submission = False, None, None
         if record.follower is no_follower:
             record.follower = None
+        record.reached = sys.maxsize if refused else record.length
         if span.create and refused:
             state.discard(record)
         else:

@@ -222,7 +222,7 @@ def fork(
         def commit() -> Handles:
             state.counters.sequences_forked += count
             for child in children:
-                child.length, child.version = length, 1
+                child.length, child.version, child.reached = length, 1, record.reached
                 state.publish(child)
                 state.quotas.settle(child)
             for child in children:

@@ -158,8 +158,9 @@ class SequenceRecord:
     ``busy``: a call on it is in flight, its creation included; only that call may end it then. ``pending_end``: why it
     ends when that call is over; ``on_freed`` are called when its blocks are free. ``used``: when it was last used
     (monotonic seconds). ``charged``: the blocks charged to its owner's ``account``. ``held_to``: the length up to which
-    blocks were reserved. ``origin``: the session that created it. ``prefix``: how it uses the prefix cache.
-    ``adapter``: the adapter with which it is computed.
+    blocks were reserved. ``reached``: the length that its last forward left; of a model whose layers all have a window,
+    what lies behind that may be gone. ``origin``: the session that created it. ``prefix``: how it uses the prefix
+    cache. ``adapter``: the adapter with which it is computed.
 
     ``parked``: the place of its cache, if not in the engine; ``sequence`` is then its number there after it is
     restored. ``order``: its rank in the order of creation.
@@ -181,6 +182,7 @@ class SequenceRecord:
     used: float = 0.0
     charged: int = 0
     held_to: int = 0
+    reached: int = 0
     origin: object | None = None
     prefix: PrefixUse | None = None
     adapter: Adapter | None = None

@@ -6,8 +6,9 @@ cache by operations of their own, a piece at a time, and other steps run between
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 
 from ferrum_rpc.core import PrefixUse, TokenArray
 from ferrum_rpc.engine.commands import Command, Operations, Result
@@ -42,9 +43,29 @@ async def fetch_prefix(  # noqa: PLR0917 - those of the runner's method, and who
             async with state.tier_reads.held(((account, 1),)):  # until it is there: one checkpoint comes at a time
                 while await piece(Operations.fetch_states):
                     pass
-        while left > 0:
-            async with state.tier_reads.held(((account, 1),)):
-                fetched = await piece(Operations.fetch_prefix)
-            if not fetched:
-                return
-            left -= fetched
+        await _fetch(state, account, partial(piece, Operations.fetch_prefix), left)
+
+
+async def fetch_window(
+    state: ServerState, account: Account, goes_on: Callable[[], bool], sequence: int, start: int
+) -> None:
+    """As `fetch_prefix`, of the tokens of a sequence itself, which goes back behind its window, or a fork of it: see
+    `Operations.fetch_window`."""
+    window, size = state.device.window_tokens or 0, state.engine.cache.block_size
+
+    async def piece() -> int | None:
+        command = Command(Operations.fetch_window, sequence, start)
+        return await between_steps(state.engine.submit, command) if goes_on() else None
+
+    with suppress(ExecutorError):
+        await _fetch(state, account, piece, window // size + 2)
+
+
+async def _fetch(state: ServerState, account: Account, piece: Callable[[], Awaitable[int | None]], left: int) -> None:
+    """Read pieces of up to ``left`` blocks in all."""
+    while left > 0:
+        async with state.tier_reads.held(((account, 1),)):
+            fetched = await piece()
+        if not fetched:
+            return
+        left -= fetched

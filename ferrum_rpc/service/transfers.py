@@ -260,7 +260,7 @@ class Import(KvReceiver):
         self._forget()
         state.counters.sequences_imported += 1
         state.unnamed.pop(record, None)
-        record.cut, record.length, record.version = None, result, 1
+        record.cut, record.length, record.reached, record.version = None, result, result, 1
         if record.held_to == result:
             record.held_to = 0
         try:

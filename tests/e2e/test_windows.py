@@ -75,6 +75,26 @@ async def test_what_is_behind_a_window_is_found_until_its_place_is_needed(served
         assert answer.recomputed_tokens == 0 and near(answer.logits, [*PROMPT[:40], 8])
 
 
+async def test_what_the_second_tier_has_is_not_fed_again(config: ModelSettings, tmp_path: Path) -> None:
+    """Of a sequence that goes back, in its forward or before, and of forks."""
+    async with (
+        serve_model(replace(config, kv_blocks=60, kv_tier_dir=tmp_path)) as served,
+        ExecutorClient(served.target) as client,
+    ):
+        sequence, other = client.sequence(), client.sequence(cache_mode=CacheMode.BYPASS)
+        await sequence.prefill(PROMPT, LAST)
+        await other.prefill(np.random.default_rng(1).integers(0, 300, 180).tolist(), LAST)
+        await client.release([other])
+        [child] = await sequence.fork(at=100)
+        for each, at in ((child, 100), (sequence.child(at=60), 60)):
+            answer = await each.decode(9, LAST)
+            assert answer.recomputed_tokens == 0 and near(answer.logits, [*PROMPT[:at], 9])
+        await sequence.truncate(20)
+        answer = await sequence.decode(9, LAST)
+        assert answer.recomputed_tokens == 0 and near(answer.logits, [*PROMPT[:20], 9])
+        await served.check()
+
+
 async def test_forks_behind_a_window_are_fed_alone(served: Served) -> None:
     async with ExecutorClient(served.target) as client:
         sequence = client.sequence(cache_mode=CacheMode.BYPASS)

@@ -88,6 +88,12 @@ class WindowWorld(World):
             content.append(number)
         return content
 
+    def fetch_window(self, sequence: int, start: int, most: int = 99) -> int:
+        """What the runner does before a step that goes back. Returns how many blocks came."""
+        fetched = self.kv.fetch_window(sequence, start, most)
+        self.take_fetched(fetched, most)
+        return len(fetched)
+
     def feed(self, sequence: int, start: int, piece: int = 3) -> None:
         """What the engine does before a span that begins at ``start``."""
         while self.kv.missing(sequence, start):
@@ -271,6 +277,14 @@ class WindowMachine(RuleBasedStateMachine):
         self.world.truncate(sequence, back)
         assert not self.kv.missing(sequence, back)
 
+    @rule(data=st.data(), most=st.integers(1, 3))
+    def fetch(self, data, most):
+        """For a span or a fork that there may never be."""
+        sequence = self.idle(data)
+        start, known = data.draw(st.integers(0, len(self.world.tokens[sequence])), label="start"), self.world.fed
+        self.world.fetch_window(sequence, start, most)
+        assert self.world.fed == known
+
     @rule(data=st.data())
     def truncate(self, data):
         sequence = self.idle(data)
@@ -432,6 +446,43 @@ def test_a_truncation_feeds_again_what_is_not_found(length, evicted, prefix):
     assert each.fed == (0 if free or known else length)
     assert each.kv.take_recomputed(1) == each.fed and each.kv.take_recomputed(1) == 0
     each.check()
+
+
+@pytest.mark.parametrize(("length", "fed"), [(57, 0), (31, 3), (28, 0), (5, 1)])
+@pytest.mark.parametrize("at_once", [False, True])
+def test_what_the_tier_has_of_a_window_is_not_fed_again(length, fed, at_once):
+    """And of that no more than the window needs. A step that goes back at once finds a block that its end is in."""
+    each = world(usable=30, tier=True)
+    each.write(1, 60, prefix=PrefixUse())
+    each.write(2, 4 * each.kv.free_blocks)
+    each.release(2)
+    if not at_once:
+        each.truncate(1, length)
+    came = [each.fetch_window(1, length, 1) for _ in range(5)]
+    assert sum(came) <= (WINDOW - 1) // SIZE + 2 and not came[-1]
+    assert bool(sum(came)) == (length < 60 - FREE)
+    each.finish(each.reserve(1, length, 1))
+    assert each.fed == (0 if at_once else fed)
+    each.check()
+
+
+def test_what_the_tier_has_of_a_window_is_a_forks_too():
+    each = world(usable=30, tier=True)
+    each.write(1, 60, prefix=PrefixUse())
+    each.write(2, 4 * each.kv.free_blocks)
+    each.release(2)
+    assert each.fetch_window(1, 30)
+    each.finish(each.fork_in_a_step(1, 3, 30, 1))
+    each.fork(1, 4, 30)
+    each.write(4, 1)
+    assert each.fed == 0
+    each.check()
+
+
+def test_without_the_prefix_cache_the_tier_is_not_asked():
+    each = world(usable=30, tier=True)
+    each.write(1, 60)
+    assert each.fetch_window(1, 30) == 0 == each.fetch_window(99, 30)
 
 
 def test_what_is_owed_goes_back_further_and_ends_with_the_next_tokens():

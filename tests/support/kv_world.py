@@ -64,6 +64,9 @@ class DictTier:
     def hashes(self) -> list[bytes]:
         return list(self.there)
 
+    def __contains__(self, hashed: bytes) -> bool:
+        return hashed in self.there
+
 
 def owned_slots(kv: KvManager) -> npt.NDArray[np.bool_]:
     """Which slots hold a committed token of some sequence or are published, bool [num_blocks * block_size]. Not while
@@ -160,7 +163,10 @@ class World:
     def fetch(self, sequence: int, tokens: list[int], prefix: PrefixUse | None, most: int) -> None:
         """What the runner does before a step that is to write ``tokens`` behind what is there."""
         start = len(self.tokens.get(sequence, []))
-        fetched = self.kv.fetch(sequence, start, np.array(tokens, np.int32), prefix, most)
+        self.take_fetched(self.kv.fetch(sequence, start, np.array(tokens, np.int32), prefix, most), most)
+
+    def take_fetched(self, fetched: list[tuple[int, bytes]], most: int) -> None:
+        """Write what was read of the tier, at most so many blocks."""
         assert len(fetched) <= most
         self.save_leaving()
         for block, content in fetched:

@@ -275,6 +275,22 @@ def test_a_deep_truncation_tells_how_many_tokens_were_fed_again(folder, known):
     assert outcome.recomputed_tokens == 0
 
 
+@pytest.mark.parametrize("how", ["truncate", "fork", "span"])
+def test_what_the_second_tier_has_is_not_fed_again(folder, tmp_path, how):
+    """Rows are right, so it has its content."""
+    world = WindowWorld(folder, blocks=60, kv_tier_dir=tmp_path)
+    sequence = fed(world, prompt(120), [1], prefix=PREFIX)
+    world.release(fed(world, prompt(world.runner.kv.free_blocks * SIZE, 1)))
+    if how == "truncate":
+        world.truncate(sequence, 52)
+    while world.do("fetch_window", sequence, 52):
+        pass
+    span = world.fork(sequence, [2], 52) if how == "fork" else world.span(sequence, [2], 52)
+    [outcome] = world.step(span)
+    assert outcome.recomputed_tokens == 0
+    world.end()
+
+
 def test_a_pass_has_pieces_of_several_sequences_and_no_more_tokens_than_it_may(folder, monkeypatch):
     monkeypatch.setattr(feeding, "PIECE_TOKENS", 8)
     world = WindowWorld(folder)

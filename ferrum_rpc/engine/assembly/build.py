@@ -151,7 +151,8 @@ def _assemble(
     loras, adapters = None, None
     if config.adapter_dir is not None:
         loras, adapters = _adapters(config, model, info.fingerprint, reasons, sharing)
-    kv = KvManager(blocks + 1, config.block_size, config.block_order, info.fingerprint, _window(choices, reasons))
+    window = _window(choices, reasons)
+    kv = KvManager(blocks + 1, config.block_size, config.block_order, info.fingerprint, window)
     states = None
     if slots is not None and info.states is not None:
         images = SlotImages(info.states)
@@ -199,6 +200,7 @@ def _assemble(
             exact_span_tokens=compute.exact_span_tokens,
             free_truncation_tokens=STEP_TOKENS if states is not None or kv.has_window else None,
             checkpoint_tokens=0 if states is None else states.checkpoint_tokens,
+            window_tokens=None if window is None else window.kept,
         ),
         stage=stage,
         compute=compute,
