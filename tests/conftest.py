@@ -27,10 +27,25 @@ FIRST = ("tests/faults/test_promises_of_processes.py", "tests/numerics/test_nati
 would be idle."""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`FIRST` comes first, all else in its order: `make test` hands files out as they are collected."""
+    """`FIRST` comes first, all else by its path: `make test` hands files out in this order, and all workers must have
+    the same, whatever they collected first. pytest then groups what shares a fixture."""
     places = {file: place for place, file in enumerate(FIRST)}
-    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(FIRST)))
+    items.sort(key=lambda item: (places.get(item.nodeid.partition("::")[0], len(FIRST)), item.path))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Each of several workers begins at another place of a folder. In a fresh checkout the first one to collect a file
+    compiles it with rewritten assertions, and the others then read that: side by side, each would compile all."""
+    report = yield
+    if isinstance(collector, pytest.Directory) and (worker := getattr(collector.config, "workerinput", None)):
+        first = len(report.result) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+        report.result = report.result[first:] + report.result[:first]
+    return report
 
 
 @pytest.hookimpl(wrapper=True)
