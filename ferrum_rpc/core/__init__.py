@@ -27,6 +27,7 @@ from ferrum_rpc.core.info import (
     RankState,
     RecurrentShape,
     StateTensors,
+    blocks_held,
 )
 from ferrum_rpc.core.items import ANYBODY, Caller, CreateOptions, Follow, HandleRef, ItemAnswer, ItemOutcome, WorkItem
 from ferrum_rpc.core.outputs import (
@@ -129,5 +130,6 @@ __all__ = [
     "TokenCounts",
     "TopTokens",
     "WorkItem",
+    "blocks_held",
     "named",
 ]

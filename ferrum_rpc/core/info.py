@@ -151,6 +151,16 @@ class DeviceInfo:
     window_tokens: int | None = None
 
 
+def blocks_held(start: int, end: int, block_size: int, window_tokens: int | None) -> int:
+    """The most blocks that a sequence of ``end`` tokens holds while those from ``start`` on are written, or blocks for
+    them are promised. Behind ``window_tokens`` tokens more they are given up (`DeviceInfo`)."""
+    blocks = -(-end // block_size)
+    if window_tokens is None:
+        return blocks
+    tokens = end - max(0, start - window_tokens)
+    return min(blocks, (tokens + block_size - 2) // block_size + 1)
+
+
 MAX_CACHE_SALT_BYTES: Final = 1024
 MAX_NAME_BYTES: Final = 256
 MAX_REQUEST_ID_BYTES: Final = 128

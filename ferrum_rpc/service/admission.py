@@ -290,7 +290,8 @@ def _new_span(  # noqa: PLR0917 - as `admit`
         adapter = state.adapters.find(create.adapter, "create.adapter")
     prefix = prefix_use(create.prefix, account, adapter)
     own = prefix if parent is None else parent.prefix
-    [record] = state.mint(1, account, lease, capacity, origin, held_to, own, adapter, request_id)
+    [record] = state.mint(1, account, lease, capacity, origin, held_to, own, adapter, request_id, start=start)
+    record.held_from = end
     made_of = None if parent is None else parent.sequence
     number = 0 if adapter is None else adapter.number
     return record, named(Span, (record.sequence, tokens, start, output, True, ahead, run, made_of, prefix, number))
@@ -317,7 +318,7 @@ def _span_at(  # noqa: PLR0917 - as `admit`
     if run is not None:
         run, output = _fitted(run, output, end, model)
         end += run.max_tokens - 1
-    state.quotas.charge(record, end)
+    state.quotas.charge(record, min(start, record.length), end)
     adapter = 0 if record.adapter is None else record.adapter.number
     return named(Span, (record.sequence, tokens, start, output, False, 0, run, None, None, adapter))
 

@@ -156,7 +156,7 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
         )
 
     def _blocks(self, record: SequenceRecord) -> int:
-        return 0 if record.parked else -(-max(record.length, record.held_to) // self._state.engine.cache.block_size)
+        return self._state.quotas.blocks(record)
 
     def _describe(self, record: SequenceRecord, info: pb.SequenceInfo) -> None:
         info.label = record.label

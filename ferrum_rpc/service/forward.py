@@ -594,6 +594,8 @@ def end_item(state: ServerState, each: Admitted, outcome: ItemOutcome, now: floa
             if span.create:
                 state.publish(record)
                 state.counters.sequences_forked += span.parent is not None
+            elif not refused:
+                record.go_back(span.start)
             if successor is None:
                 state.quotas.settle(record)
             if present:

@@ -217,7 +217,7 @@ def fork(
         check_length(record.length, length, 0, None)
         lease = state.leases.find(lease_id, caller.name) if lease_id else record.lease
         account, own, adapter = state.quotas.account(caller), record.prefix, record.adapter
-        children = state.mint(count, account, lease, length, origin, prefix=own, adapter=adapter)
+        children = state.mint(count, account, lease, length, origin, prefix=own, adapter=adapter, start=length)
 
         def commit() -> Handles:
             state.counters.sequences_forked += count
@@ -277,10 +277,10 @@ def reserve(state: ServerState, handle: HandleRef, tokens: int, *, caller: Calle
 
     def begin(record: SequenceRecord) -> KvOperation:
         check_length(record.length, None, tokens, state.model)
-        state.quotas.charge(record, record.length + tokens)
+        state.quotas.charge(record, record.length, record.length + tokens)
 
         def commit() -> Handles:
-            record.held_to = record.length + tokens if tokens else 0
+            record.held_from, record.held_to = record.length, record.length + tokens if tokens else 0
             return (record.handle,)
 
         command = Command(Operations.reserve, record.sequence, tokens)

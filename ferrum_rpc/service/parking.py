@@ -227,7 +227,7 @@ class Unpark(KvReceiver):
         try:
             async with state.parked.slot(record.account):
                 with self.metered():
-                    state.quotas.charge(record, record.length)
+                    state.quotas.charge(record, record.length, record.length)
                     await self._bring_back()
         except Exception as error:
             refusal = self._refusal(error)

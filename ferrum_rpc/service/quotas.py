@@ -7,8 +7,9 @@ caller in place of the share.
 An `Account` counts by `Resource`: an allocation is charged to the caller's account first, and credited when it is
 freed. Accounting is always on and costs 3 µs per call, so allocations and releases agree.
 
-A caller is charged for the blocks that its sequences refer to, up to their length or their reservation, and in full for
-shared ones: what it would hold if they diverged. They are counted where they are bounded.
+A caller is charged for the blocks that its sequences may refer to, up to their length or their reservation, without
+those behind the window of a model that has one in every layer, and in full for shared ones: what it would hold if they
+diverged. They are counted where they are bounded.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from ferrum_rpc.core import Caller, Limits
+from ferrum_rpc.core import Caller, Limits, blocks_held
 from ferrum_rpc.errors import QueueFull
 from ferrum_rpc.service.records import RETRY_AFTER_S, Account, Resource, SequenceRecord
 
@@ -65,6 +66,7 @@ class Quotas:
         self._accounts: dict[str, Account] = {}
         self._opened = 0
         self._block_size = 1
+        self._window_tokens: int | None = None
         self._per_caller = self._shares()
 
     def __len__(self) -> int:
@@ -91,30 +93,36 @@ class Quotas:
         sequences, blocks = (0 if most[each] == UNBOUNDED else most[each] for each in self._exact)
         return replace(limits, max_sequences_per_caller=sequences, max_blocks_per_caller=blocks)
 
-    def cache(self, total_blocks: int, block_size: int, total_slots: int) -> None:
+    def cache(self, total_blocks: int, block_size: int, total_slots: int, window_tokens: int | None = None) -> None:
         """Set the size of the cache once the model is loaded: ``total_blocks`` of ``block_size`` tokens, and
-        ``total_slots``, of which each sequence needs one; 0: it needs none."""
+        ``total_slots``, of which each sequence needs one; 0: it needs none. ``window_tokens``: see `DeviceInfo`."""
         self._tables[Resource.BLOCKS], self._block_size = total_blocks, block_size
+        self._window_tokens = window_tokens
         if total_slots:
             self._tables[Resource.SEQUENCES] = min(self._limits.max_sequences, total_slots)
         self._per_caller = self._shares()
         for account in self._accounts.values():
             account.most = self._per_caller[account.caller.shares]
 
-    def charge(self, record: SequenceRecord, length: int) -> None:
-        """Charge for a sequence that is to grow to ``length`` tokens. Raises `QuotaExceeded`; otherwise `settle` must
-        follow."""
+    def blocks(self, record: SequenceRecord) -> int:
+        """The most blocks that the sequence holds."""
+        return 0 if record.parked else self._blocks(record, record.length, record.length)
+
+    def charge(self, record: SequenceRecord, start: int, end: int) -> None:
+        """Charge for a sequence that is to grow to ``end`` tokens, of which those from ``start`` on are to be written.
+        Raises `QuotaExceeded`; otherwise `settle` must follow."""
         account = record.account
         if account.most[_BLOCKS] == UNBOUNDED:
             return
-        more = max(0, self._blocks(max(length, record.held_to)) - record.charged)
+        more = max(0, self._blocks(record, start, end) - record.charged)
         account.allocate(Resource.BLOCKS, more)
         record.charged += more
 
     def settle(self, record: SequenceRecord) -> None:
         """Charge the sequence for what it holds after the call."""
+        record.go_back(record.length)
         if record.charged:
-            due = 0 if record.parked else self._blocks(max(record.length, record.held_to))
+            due = self.blocks(record)
             record.account.free(Resource.BLOCKS, record.charged - due)
             record.charged = due
 
@@ -134,8 +142,10 @@ class Quotas:
                 unshared[resource] = shared[resource] = exact
         return unshared, shared
 
-    def _blocks(self, tokens: int) -> int:
-        return -(-tokens // self._block_size)
+    def _blocks(self, record: SequenceRecord, start: int, end: int) -> int:
+        if record.held_to:
+            start, end = min(start, record.held_from), max(end, record.held_to)
+        return blocks_held(start, end, self._block_size, self._window_tokens)
 
 
 class Unread:

@@ -157,10 +157,10 @@ class SequenceRecord:
 
     ``busy``: a call on it is in flight, its creation included; only that call may end it then. ``pending_end``: why it
     ends when that call is over; ``on_freed`` are called when its blocks are free. ``used``: when it was last used
-    (monotonic seconds). ``charged``: the blocks charged to its owner's ``account``. ``held_to``: the length up to which
-    blocks were reserved. ``reached``: the length that its last forward left; of a model whose layers all have a window,
-    what lies behind that may be gone. ``origin``: the session that created it. ``prefix``: how it uses the prefix
-    cache. ``adapter``: the adapter with which it is computed.
+    (monotonic seconds). ``charged``: the blocks charged to its owner's ``account``. ``held_from``, ``held_to``: the
+    lengths between which blocks were reserved. ``reached``: the length that its last forward left; of a model whose
+    layers all have a window, what lies behind that may be gone. ``origin``: the session that created it. ``prefix``:
+    how it uses the prefix cache. ``adapter``: the adapter with which it is computed.
 
     ``parked``: the place of its cache, if not in the engine; ``sequence`` is then its number there after it is
     restored. ``order``: its rank in the order of creation.
@@ -181,6 +181,7 @@ class SequenceRecord:
     lease: LeaseRecord | None = None
     used: float = 0.0
     charged: int = 0
+    held_from: int = 0
     held_to: int = 0
     reached: int = 0
     origin: object | None = None
@@ -194,6 +195,12 @@ class SequenceRecord:
     cut: Callable[[ExecutorError], object] | None = None
     chosen: tuple[int, int, bool] | None = None
     on_freed: list[Callable[[], None]] = field(default_factory=list)
+
+    def go_back(self, length: int) -> None:
+        """It had ``length`` tokens: what was reserved counts from there, if that is less than before."""
+        if self.held_to and length < self.held_from:
+            self.held_to -= self.held_from - length
+            self.held_from = length
 
     def touch(self, now: float | None = None) -> None:
         """Renew its lease, or restart its idle time. ``now``: of `time.monotonic`, for a caller that touches many

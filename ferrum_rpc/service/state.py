@@ -156,7 +156,7 @@ class ServerState:
             self.capabilities = tuple(each for each in self.capabilities if each != CAPABILITY_KV_TRANSPORT_NIXL)
         self.limits = replace(self.limits, max_top_tokens=min(self.limits.max_top_tokens, model.vocab_size))
         cache = self.engine.cache
-        self.quotas.cache(cache.total_blocks, cache.block_size, cache.total_slots)
+        self.quotas.cache(cache.total_blocks, cache.block_size, cache.total_slots, device.window_tokens)
         if self.lifecycle is Lifecycle.STARTING:
             self.lifecycle = Lifecycle.SERVING
 
@@ -232,8 +232,10 @@ class ServerState:
         prefix: PrefixUse | None = None,
         adapter: Adapter | None = None,
         creation: str = "",
+        start: int = 0,
     ) -> list[SequenceRecord]:
-        """Records of sequences to be created with ``length`` tokens, or the refusal. Each must be followed by `publish`
+        """Records of sequences to be created with ``length`` tokens, of which those from ``start`` on are to be written
+        or promised, or the refusal. Each must be followed by `publish`
         or `discard`. They are busy, and members of their lease, from the beginning: a long prefill must not outlive it.
         ``creation``: the request id that makes them."""
         if self.lifecycle is Lifecycle.DRAINING:
@@ -251,7 +253,7 @@ class ServerState:
         records = [self.handles.mint(account) for _ in range(count)]
         for record in records:
             self._creating[record] = creation
-            record.busy, record.origin, record.held_to = True, origin, held_to
+            record.busy, record.origin, record.held_from, record.held_to = True, origin, start, held_to
             record.prefix, record.adapter = prefix, adapter
             if adapter is not None:
                 adapter.sequences += 1
@@ -261,7 +263,7 @@ class ServerState:
             record.touch()
         try:
             for record in records:
-                self.quotas.charge(record, length)
+                self.quotas.charge(record, start, length)
         except ExecutorError:
             for record in records:
                 self.discard(record)

@@ -103,7 +103,7 @@ class Export(KvStream):
         state, record = self._state, self.record
         if source.length < 1:
             raise InvalidRequest("the sequence is empty; there is nothing to export", field="handle")
-        state.quotas.charge(record, source.length)
+        state.quotas.charge(record, source.length, source.length)
         record.touch()
 
         def commit() -> Handles:
@@ -163,7 +163,7 @@ class Import(KvReceiver):
         prefix = prefix_use(options.prefix, account, adapter, imported_from=None if caller.trusted else 0)
         if caller.trusted and prefix is not None:  # for everybody, so nothing of it may be what its name alone may find
             prefix = prefix._replace(caller=b"")
-        [self.record] = state.mint(1, account, lease, length, None, held_to, prefix, adapter)
+        [self.record] = state.mint(1, account, lease, length, None, held_to, prefix, adapter, start=length)
         self.record.cut = self._cut
         state.unnamed[self.record] = None
 

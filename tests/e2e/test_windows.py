@@ -15,6 +15,7 @@ import torch
 
 from ferrum_rpc.client import CacheMode, ExecutorClient, FullLogits, OutputSpec, Positions
 from ferrum_rpc.config import ModelSettings
+from ferrum_rpc.errors import QuotaExceeded
 from tests.support.checkpoints import make_checkpoint, make_model
 from tests.support.clients import BOTH_WAYS
 from tests.support.serving import Served, serve_model
@@ -73,6 +74,30 @@ async def test_what_is_behind_a_window_is_found_until_its_place_is_needed(served
         await sequence.truncate(40)
         answer = await sequence.decode(8, LAST)
         assert answer.recomputed_tokens == 0 and near(answer.logits, [*PROMPT[:40], 8])
+
+
+async def test_a_caller_is_charged_for_a_window_and_a_step(config: ModelSettings) -> None:
+    """And for what was promised, which counts from the least length since."""
+    most = (10 - 1 + FREE + 16 + BLOCK - 2) // BLOCK + 1
+    async with (
+        serve_model(config, max_blocks_per_caller=most) as served,
+        ExecutorClient(served.target) as client,
+    ):
+        sequence = client.sequence(cache_mode=CacheMode.BYPASS)
+        for first in range(0, 192, 16):
+            await sequence.prefill(PROMPT[first : first + 16], LAST)
+        with pytest.raises(QuotaExceeded):
+            await sequence.prefill(PROMPT[:21], LAST)
+        await sequence.reserve(16)
+        with pytest.raises(QuotaExceeded):
+            await sequence.reserve(21)
+        await sequence.truncate(100)
+        await sequence.prefill(PROMPT[100:116], LAST)
+        await sequence.truncate(3)
+        answer = await sequence.decode(9, LAST)
+        assert near(answer.logits, [*PROMPT[:3], 9])
+        await sequence.release()
+        await served.check()
 
 
 async def test_what_the_second_tier_has_is_not_fed_again(config: ModelSettings, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ferrum_rpc.core import PrefixUse
+from ferrum_rpc.core import PrefixUse, blocks_held
 from ferrum_rpc.errors import KvBlocksExhausted
 from ferrum_rpc.kv.sequence import KvMisuse
 from ferrum_rpc.kv.table import slots_for
@@ -358,10 +358,11 @@ class WindowMachine(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         world = self.world
-        most = (world.window - 1 + self.free) // world.size + 2
+        kept = Window(world.window, self.free).kept
         for sequence in set(world.tokens) - self.pinned - self.promised:
-            last = len(world.tokens[sequence]) - sequences(self.kv)[sequence].length
-            assert world.held(sequence) <= most or last, "behind its window"
+            length = sequences(self.kv)[sequence].length
+            last = len(world.tokens[sequence]) - length
+            assert world.held(sequence) <= blocks_held(length, length, world.size, kept) or last, "behind its window"
 
     def teardown(self):
         if not hasattr(self, "world"):
@@ -576,6 +577,24 @@ def test_without_a_block_to_feed_in_a_span_is_refused_and_the_sequence_stays():
     each.release(2)
     each.write(1, 1)
     assert len(each.tokens[1]) == 41
+
+
+@pytest.mark.parametrize("count", [1, 3, 9, 60])
+@pytest.mark.parametrize("length", [5, 33, 64])
+def test_a_step_and_a_promise_hold_no_more_blocks_than_are_charged(length, count):
+    each = world()
+    each.write(1, length)
+    kept = Window(WINDOW, FREE).kept
+    write = each.reserve(1, length, count)
+    assert each.held(1) <= blocks_held(length, length + count, SIZE, kept)
+    each.finish(write)
+    assert each.held(1) <= blocks_held(length + count, length + count, SIZE, kept) <= (kept + SIZE - 2) // SIZE + 1
+    each.kv.ensure_capacity(1, 20)
+    end, promised = length + count, length + count + 20
+    each.write(1, 18)
+    assert each.held(1) <= blocks_held(end, promised, SIZE, kept)
+    each.truncate(1, end - 3)
+    assert each.held(1) <= blocks_held(end - 3, promised - 3, SIZE, kept)
 
 
 def test_promised_blocks_stay_until_the_promise_ends():

@@ -113,8 +113,8 @@ TABLE = {
     ),
     # from settings to a runner: what every rank chooses, the ranks, and what puts the first one's together
     "engine.assembly": Floor(
-        "config core device errors kv.store models models.fields models.config_keys models.stored_integers attention "
-        "sampling sampling.transfer usage weights native engine.compute engine.ranks.world",
+        "config core device errors kv kv.store models models.fields models.config_keys models.stored_integers "
+        "attention sampling sampling.transfer usage weights native engine.compute engine.ranks.world",
         "numpy torch structlog",
     ),
     "engine.adapters": Floor("core errors models weights engine.assembly", "torch"),

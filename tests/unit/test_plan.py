@@ -35,7 +35,7 @@ from ferrum_rpc.models.native_linear import ByteFactory, NibbleFactory, PairFact
 from ferrum_rpc.native import cpu
 from ferrum_rpc.usage import ISA_VARIABLE
 from tests.quantized.gguf_files import write_model
-from tests.support.checkpoints import configure, make_model
+from tests.support.checkpoints import configure, make_checkpoint, make_model
 from tests.support.harness import made_or_skip
 from tests.support.hf_families import make_family_checkpoint
 
@@ -326,6 +326,13 @@ def test_a_context_that_does_not_fit_the_cache_is_told(folder):
     assert planned(settings(folder, kv_blocks=64, max_context=1024)).advice == ""
 
 
+def test_a_sequence_needs_the_blocks_of_its_window_and_of_a_step(tmp_path):
+    folder = make_checkpoint(tmp_path, "mistral", sliding_window=10)
+    plan = planned(settings(folder, kv_blocks=8, block_size=16), tokens=16)
+    assert plan.sequence_blocks == (10 - 1 + 32 + 16 + 14) // 16 + 1 < plan.max_context // 16
+    assert plan.full_sequences > 1 and plan.advice == ""
+
+
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -348,7 +355,7 @@ def test_programs_get_every_number(folder, plan):
     texts = "architecture device dtype quantize kv_dtype reason alternative advice"
     sizes = "memory weights adapters activations sampling reserve kv state slots total all"
     counts = "ranks step_tokens kv_bytes_per_token block_size kv_blocks kv_tokens max_context "
-    counts += "state_slots"
+    counts += "state_slots sequence_blocks"
     assert {name: type(value) for name, value in facts.items()} == {
         **dict.fromkeys(texts.split(), str),
         **dict.fromkeys([*(f"{each}_bytes" for each in sizes.split()), *counts.split()], int),

@@ -69,7 +69,6 @@ from ferrum_rpc.install import install
 from ferrum_rpc.kv.manager import KvManager
 from ferrum_rpc.kv.store import KvStore
 from ferrum_rpc.kv.tiers import BlockFiles
-from ferrum_rpc.kv.windows import Window
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.lora import AdaptableModel, Loras
 from ferrum_rpc.native import library
@@ -151,7 +150,9 @@ def _assemble(
     loras, adapters = None, None
     if config.adapter_dir is not None:
         loras, adapters = _adapters(config, model, info.fingerprint, reasons, sharing)
-    window = _window(choices, reasons)
+    window = choices.window
+    if window is not None:
+        reasons.append((f"kv_window={window.tokens}", "every layer has a window; blocks behind it are given up"))
     kv = KvManager(blocks + 1, config.block_size, config.block_order, info.fingerprint, window)
     states = None
     if slots is not None and info.states is not None:
@@ -211,19 +212,6 @@ def _assemble(
         states=states,
         max_tokens=largest.tokens,
     )
-
-
-def _window(choices: Choices, reasons: Reasons) -> Window | None:
-    """The longest window of all layers, if each of them has one and sequences can be longer."""
-    facts = choices.facts
-    windows = [each.window for each in facts.all_layers if each.window is not None]
-    if not windows or facts.all_recurrent or len(windows) < len(facts.all_layers):
-        return None
-    window = Window(max(windows), STEP_TOKENS)
-    if sum(window) > choices.max_context:
-        return None
-    reasons.append((f"kv_window={window.tokens}", "every layer has a window; blocks behind it are given up"))
-    return window
 
 
 def _grammars(choices: Choices, info: ModelInfo, reasons: Reasons) -> tuple[ModelInfo, GrammarPool | None]:

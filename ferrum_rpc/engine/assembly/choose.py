@@ -35,6 +35,7 @@ from ferrum_rpc.engine.assembly.source import (
 from ferrum_rpc.engine.ranks.world import refuse_ranks
 from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.kv.store import CacheSpec
+from ferrum_rpc.kv.windows import Window
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.config_keys import UnknownKey
 from ferrum_rpc.models.decoder import SINGLE, ParallelContext
@@ -104,6 +105,15 @@ class Choices:
         """`ModelInfo.kv_shapes`."""
         shapes = tuple((each.kv_heads, each.head_dim) for each in self._kept(self.facts.all_layers))
         return () if len({*shapes}) == 1 and len(shapes) == len(self.facts.all_layers) else shapes
+
+    @property
+    def window(self) -> Window | None:
+        """The longest window of all layers, if each of them has one and sequences can be longer."""
+        windows = [each.window for each in self.facts.all_layers if each.window is not None]
+        if not windows or self.facts.all_recurrent or len(windows) < len(self.facts.all_layers):
+            return None
+        window = Window(max(windows), STEP_TOKENS)
+        return window if sum(window) <= self.max_context else None
 
     def _kept(self, layers: Sequence[T]) -> list[T]:
         """Those that keep keys and values of their own."""

@@ -52,6 +52,7 @@ class MemoryPlan:
     block_size: int
     kv_blocks: int
     max_context: int
+    sequence_blocks: int
     reason: str
     alternative: str = ""
     estimated: bool = False
@@ -78,7 +79,7 @@ class MemoryPlan:
     @property
     def full_sequences(self) -> float:
         """How many sequences of the maximum length the cache holds."""
-        return self.kv_blocks / -(-self.max_context // self.block_size)
+        return self.kv_blocks / self.sequence_blocks
 
     @property
     def total_bytes(self) -> int:
@@ -118,7 +119,7 @@ class MemoryPlan:
             better = f"{self.alternative} would fit" if self.alternative else "nor would a smaller step or cache"
             return f"{parts} do not fit {gib(self.memory_bytes)}; {better}"
         if self.full_sequences < 1:
-            longer = -(-self.max_context // self.block_size) - self.kv_blocks
+            longer = self.sequence_blocks - self.kv_blocks
             needed = longer * self.block_size * self.kv_bytes_per_token
             of_all = longer * self.block_size * (self.kv_bytes_per_token + self.others.kv_bytes_per_token)
             wider = f", or {gib(needed)} more of cache" if of_all <= self.memory_bytes - self.all_bytes else ""

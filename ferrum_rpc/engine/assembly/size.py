@@ -19,6 +19,7 @@ from ferrum_rpc.attention.backend import NATIVE, TORCH
 from ferrum_rpc.attention.latent import scratch_bytes as latent_bytes
 from ferrum_rpc.attention.torch_paged import scratch_bytes
 from ferrum_rpc.config import SETTINGS, ModelSettings
+from ferrum_rpc.core import blocks_held
 from ferrum_rpc.engine.assembly.choose import QUANTIZE_INT4, QUANTIZE_INT8, Choices, choose
 from ferrum_rpc.engine.assembly.plan import MemoryPlan, OtherRanks, mib
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, counted
@@ -203,6 +204,7 @@ def _plan(choices: Choices, config: ModelSettings, largest: LargestStep, memory:
         block_size=config.block_size,
         kv_blocks=blocks,
         max_context=choices.max_context,
+        sequence_blocks=_sequence_blocks(choices, config.block_size, tokens),
         reason=reason,
         estimated=facts.estimated,
         ranks=config.ranks,
@@ -216,6 +218,12 @@ def _plan(choices: Choices, config: ModelSettings, largest: LargestStep, memory:
         state_slots=slots,
         state_bytes=choices.state_bytes,
     )
+
+
+def _sequence_blocks(choices: Choices, block_size: int, tokens: int) -> int:
+    """The most blocks that a sequence of the maximum length holds, in a step of ``tokens`` tokens."""
+    longest, window = choices.max_context, choices.window
+    return blocks_held(longest - min(tokens, longest), longest, block_size, None if window is None else window.kept)
 
 
 def _others(choices: Choices, here: int) -> list[tuple[Choices, int]]:
