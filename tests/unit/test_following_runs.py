@@ -15,6 +15,7 @@ from functools import cache
 from queue import Empty
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ from ferrum_rpc.engine.api import Interrupt, Operation, Submission
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.cuda import compute as cuda_compute
 from ferrum_rpc.engine.cuda.compute import StagedCompute
+from ferrum_rpc.engine.grammars.constraints import Constraints
 from ferrum_rpc.engine.loop import Work
 from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.engine.places import Places
@@ -409,6 +411,20 @@ def test_runs_of_their_own_lengths_and_those_that_join_are_in_every_step():
     ]
     for recorded, index, sequence, count in ((early, 0, 1, 6), (early, 1, 2, 3), (late, 0, 3, 4)):
         assert recorded.run(index) == (RunEnd.MAX_TOKENS, alone(begun(sequence, None), count))
+
+
+def test_a_run_whose_mask_takes_long_holds_up_no_other_run():
+    """The others go on without it, and it goes on once its mask is there."""
+    runner, recorded, steps = build_runner(CONFIG), Recorded(), list[list[int]]()
+    begin = runner.begin
+    runner.begin = lambda step: (steps.append([each.sequence for each in step.spans]), begin(step))[1]  # type: ignore[method-assign] - logged
+    runner.constraints = Mock(spec=Constraints, active=False, any_slow=True)
+    runner.constraints.ask.return_value, runner.constraints.refusal.return_value = False, None
+    runner.constraints.may_go_on = lambda span: span.sequence != 1 or len(steps) >= 3
+    play(runner, recorded.submission(begun(1, Run(4)), begun(2, Run(4))))
+    assert steps == [[1, 2], [2], [2], [1, 2], [1], [1]]
+    for index, sequence in enumerate((1, 2)):
+        assert recorded.run(index) == (RunEnd.MAX_TOKENS, alone(begun(sequence, None), 4))
 
 
 @pytest.mark.parametrize("place", [0, 1, 4, 7])

@@ -36,10 +36,12 @@ from ferrum_rpc.core import (
     Step,
     TopTokens,
 )
+from ferrum_rpc.distributed.group import GroupAborted
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.channel import Channel
 from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.engine.ranks import links
+from ferrum_rpc.engine.ranks.follower import Follower
 from ferrum_rpc.engine.ranks.leader import Ranks, RemoteRank
 from ferrum_rpc.engine.ranks.links import machine
 from ferrum_rpc.errors import DeviceLost, NotSupported, StepFailed
@@ -301,6 +303,46 @@ def test_what_a_rank_reports_of_itself_is_known_until_it_is_lost():
         ranks.ask("halt")
     assert ranks.states() == [RankState(alive=False, resident_bytes=2, device_bytes=3)]
     ranks.close()
+
+
+class Obeyed:
+    """A phase that notes what it carries out. ``step`` fails."""
+
+    def __init__(self, follower: Follower) -> None:
+        self._follower, self.log = follower, list[str]()
+
+    def __getattr__(self, method: str) -> Any:
+        return lambda *_: self.log.append(method)
+
+    def step(self) -> None:
+        self.log.append("step")
+        raise MemoryError
+
+    def renew(self) -> None:
+        self._follower.failed = False
+
+
+def test_a_rank_that_has_failed_carries_out_what_needs_no_step_and_nothing_else_until_it_is_renewed():
+    """Rank 0 sends more before it knows. It undoes the steps, and each rank has only its own part to undo."""
+    ours, theirs = socket.socketpair()
+    ranks = Ranks([RemoteRank(1, Channel(ours), "there")])
+    follower = Follower(Channel(theirs), 1, Mock())
+    phase: Any = Obeyed(follower)
+    follower.phase = phase
+    with ThreadPoolExecutor() as threads, closing(ranks):
+        running = threads.submit(follower.run)
+        ranks.send("step")
+        for method in ("save", "change_masks", "step", "cache"):
+            with pytest.raises(GroupAborted, match="a step before it failed"):
+                ranks.ask(method)
+        for method in ("halt", "adapter", "states", "images"):
+            ranks.ask(method)
+        assert phase.log == ["step", "halt", "adapter", "states", "images"]
+        ranks.ask("renew")
+        ranks.ask("save")
+        assert phase.log[-1] == "save"
+        ranks.close("enough")
+        assert running.result(10) == "enough"
 
 
 WHOLE = ("norm", "q_a_proj", "kv_a_proj", "mlp.gate.")

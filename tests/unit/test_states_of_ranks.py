@@ -73,6 +73,17 @@ def test_a_truncation_goes_no_deeper_than_what_another_rank_has_folded_in_a_step
         world.step(world.span(sequence, [5]))
 
 
+@pytest.mark.parametrize(("rank", "stage"), [(0, "select"), (1, "select"), (0, "commit")])
+def test_a_step_that_went_back_and_failed_leaves_the_journal_of_every_rank(folder, rank, stage):
+    """It has overwritten rows of the last step, which the next one reads."""
+    with closing(World(folder, tensor_parallel=2)) as world:
+        sequence = fed(world, prompt(20), [1], [2], [3, 4])
+        with pytest.raises(StepFailed), world.failing(stage, 1, rank):
+            world.step(world.span(sequence, [5, 0], start=22))
+        [outcome] = world.step(world.span(sequence, [1]))  # its row is right
+        assert outcome.recomputed_tokens == 0
+
+
 def test_a_rank_that_cannot_copy_a_slot_ends(folder, monkeypatch):
     """Nothing may be answered as if it had."""
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
