@@ -20,6 +20,7 @@ from dataclasses import replace
 
 from ferrum_rpc.client import (
     CALLER_ERROR,
+    NO_ANSWER,
     NO_CAPACITY,
     OUT_OF_STEP,
     SEQUENCE_GONE,
@@ -28,7 +29,6 @@ from ferrum_rpc.client import (
     Capability,
     ChainBroken,
     ContextLengthExceeded,
-    DeadlineExceeded,
     DeviceLost,
     ExecutorError,
     ExecutorView,
@@ -519,8 +519,8 @@ class Driver:
             self.refused(request, error)
 
     def refused(self, request: Request, error: ExecutorError) -> None:
-        """Compute a lost sequence again, retry a failed step a few times, and end the request otherwise. Raises
-        `ExecutorGone` if the device is lost."""
+        """Compute a lost sequence again; retry a few times a failed step, and an item that had no answer although its
+        call had one; end the request otherwise. Raises `ExecutorGone` if the device is lost."""
         if isinstance(error, SEQUENCE_GONE + OUT_OF_STEP):
             self._run.rebuilds += 1
             self.queues.requeue(request)
@@ -528,7 +528,7 @@ class Driver:
             self._outgrown(request)
         elif isinstance(error, DeviceLost):
             raise ExecutorGone(error.message)
-        elif isinstance(error, StepFailed | DeadlineExceeded | KvCorrupt) and request.failures < FAILURES_OF_A_REQUEST:
+        elif isinstance(error, (StepFailed, KvCorrupt, *NO_ANSWER)) and request.failures < FAILURES_OF_A_REQUEST:
             request.failures += 1
         else:
             self._fail(request, error)

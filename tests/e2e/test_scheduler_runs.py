@@ -7,13 +7,15 @@ import random
 import threading
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from clients.scheduler.options import parse
 from clients.scheduler.program import main, serve
 from ferrum_rpc.client import NEVER_RESEND, CacheMode, ExecutorClient, Greedy, ResendPolicy, StreamToken
-from ferrum_rpc.errors import Unauthenticated
+from ferrum_rpc.client.lease import Lease, Leases
+from ferrum_rpc.errors import TransportError, Unauthenticated
 from ferrum_rpc.scheduler.patience import ExecutorGone
 from ferrum_rpc.scheduler.policy import Budget
 from ferrum_rpc.scheduler.request import Request, RequestEnd, Stage
@@ -166,6 +168,31 @@ async def test_runs_make_few_trips() -> None:
 
 
 # --- faults ---------------------------------------------------------------------------------------------------------
+
+
+@BOTH_WAYS
+async def test_an_item_that_is_sent_again_under_another_lease_and_not_answered_ends_no_request(
+    expected, session
+) -> None:
+    """The item alone has no answer, and its call has one."""
+    acquire, leases = Leases.acquire_lease, list[str]()
+
+    async def acquired(*arguments: Any) -> Lease:
+        if len(leases) == 1:
+            leases.append("lost on the way")
+            raise TransportError("the connection was lost", metadata={"grpc_code": "UNAVAILABLE"})
+        lease = await acquire(*arguments)
+        leases.append(lease.lease_id)
+        return lease
+
+    async with identity(kv_blocks=512) as served, ExecutorClient(served.target) as other:
+        work = requests(prompts(12))
+        watcher = At({20: lambda: other.revoke_lease(leases[0])})
+        with mock.patch.object(Leases, "acquire_lease", acquired):
+            await schedule(served.target, work, watcher=watcher, session=session)
+        assert len(leases) > 2 and [each.generated for each in work] == expected
+        await asyncio.gather(*watcher.doing)
+        await assert_nothing_is_left(served)
 
 
 @pytest.mark.parametrize("policy", [ResendPolicy(backoff_s=0), NEVER_RESEND])
