@@ -63,7 +63,7 @@ def metric_families() -> Iterator[MetricFamily]:
     model = SimpleNamespace(
         name="", architecture="", tokenizer_sha256="", vocab_size=1, state_bytes=0, latent=False, kv_shapes=()
     )
-    state.serve(model, SimpleNamespace(name="cpu"))
+    state.serve(model, SimpleNamespace(name="cpu", window_tokens=None))
     metrics = Metrics(state, CallLog(), StepMeter(), failpoints={"": 1})
     for part in vars(Metrics).values():
         if inspect.isgeneratorfunction(part) and part is not Metrics.collect:
