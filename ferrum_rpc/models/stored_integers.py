@@ -1,8 +1,8 @@
 """Matrices of small integers as checkpoints store them, before our kernel holds them (`native_linear`).
 
 The kernel multiplies the stored numbers with the groups and scales of the file, so nothing is quantized a second time
-and a model takes no more memory than its file. It has groups of 16 (8 bits only), 32, 64 and 128 columns; larger ones
-of a file become several with the same scale.
+and a model takes no more memory than its file. It has groups of 16, 32, 64 and 128 columns; larger ones of a file
+become several with the same scale.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 GROUPS: Final = (128, 64, 32, 16)
 """Columns that may share a scale in the kernel."""
 
-SMALLEST: Final = {4: 32, 8: 16}
-"""The smallest group, by bits."""
+BITS: Final = (4, 8)
+"""Of a number in the kernel."""
 
 SUPER_GROUP: Final = 256
 """Columns that share the factors of a factored matrix."""
@@ -39,8 +39,7 @@ class IntegerFormat(NamedTuple):
         groups that divide both. None: it cannot."""
         if self.factored:
             return None if any(bound % SUPER_GROUP for bound in bounds) else self
-        allowed = (each for each in GROUPS if each >= SMALLEST[self.bits])
-        size = next((each for each in allowed if all(bound % each == 0 for bound in (self.group, *bounds))), None)
+        size = next((each for each in GROUPS if all(bound % each == 0 for bound in (self.group, *bounds))), None)
         return None if size is None else self._replace(group=size)
 
 

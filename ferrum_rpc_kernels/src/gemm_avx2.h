@@ -209,12 +209,12 @@ GEMM_INLINE(AVX2) __m256i avx2_nibble(const char *panel, size_t panel_bytes, int
     return _mm256_and_si256(second ? _mm256_srli_epi16(both, 4) : both, _mm256_set1_epi8(15));
 }
 
-/* Of 32 elements: four vectors of a panel. 16-bit sums of products of two nibbles and two bytes. */
-GEMM_INLINE(AVX2) void avx2_nibble_sums(const struct gemm_tile *tile, const char *row, const char *panel, const int rows,
-                                        const int panels, __m256i (*sums)[2 * GEMM_PANELS])
+/* Of at most 32 elements: `count` vectors of a panel. 16-bit sums of products of two nibbles and two bytes. */
+GEMM_INLINE(AVX2) void avx2_nibble_sums(const struct gemm_tile *tile, const char *row, const char *panel, int count,
+                                        const int rows, const int panels, __m256i (*sums)[2 * GEMM_PANELS])
 {
     const size_t row_bytes = tile->row_bytes, panel_bytes = tile->panel_bytes;
-    for (int i = 0; i < 4; i++, row += 8, panel += 64) {
+    for (int i = 0; i < count; i++, row += 8, panel += 64) {
 #pragma GCC unroll 2
         for (int second = 0; second < 2; second++) {
             if (rows > 2) {
@@ -251,19 +251,20 @@ GEMM_INLINE(AVX2) void avx2_in_nibbles(const struct gemm_tile *tile, int first, 
 {
     const char *row = tile->rows, *panel = tile->panels + first * tile->panel_bytes;
     const char *ahead = first ? panel : tile->ahead;
+    const int count = tile->group < 4 ? tile->group : 4; /* of a group of 16: 2 */
     for (int g = 0; g < tile->vectors / tile->group; g++) {
         __m256i whole[GEMM_ROWS][2 * GEMM_PANELS];
         avx2_start(tile, first, g, rows, panels, factored ? 0 : 8, whole);
-        for (int i = 0; i < tile->group; i += 4, row += 4 * 8, panel += 4 * 64, ahead += 4 * 64) {
+        for (int i = 0; i < tile->group; i += count, row += count * 8, panel += count * 64, ahead += count * 64) {
             __m256i sums[GEMM_ROWS][2 * GEMM_PANELS];
-            for (int line = 0; line < 4; line++)
+            for (int line = 0; line < count; line++)
                 _mm_prefetch(ahead + 64 * line, _MM_HINT_T1);
 #pragma GCC unroll 6
             for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
                 for (int p = 0; p < 2 * panels; p++)
                     sums[r][p] = _mm256_setzero_si256();
-            avx2_nibble_sums(tile, row, panel, rows, panels, sums);
+            avx2_nibble_sums(tile, row, panel, count, rows, panels, sums);
 #pragma GCC unroll 6
             for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8

@@ -15,7 +15,7 @@ enum kind { PAIRS, BYTES, NIBBLES, FACTORED };
  * A weight is scale x (number - zero), of a FACTORED matrix, whose numbers are nibbles too, scale x number - minimum.
  * There both are bytes times a factor: GGUF's Q4_K. */
 struct matrix {
-    int32_t kind, n, k, group; /* group: 0 for pairs; 32 (FACTORED too), 64 or 128, or of bytes 16 */
+    int32_t kind, n, k, group; /* group: 0 for pairs; 32 (FACTORED too), 16, 64 or 128 */
     int32_t width;             /* columns of the output: n, and those of all that are `next` */
     float factor;              /* of all scales, a power of two */
     const char *panels;

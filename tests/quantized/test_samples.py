@@ -75,10 +75,10 @@ def test_logits_are_those_of_the_dequantized_model(kind):
 
 AS_STORED = sorted(
     each
-    for each in {*NAMES} - {"ct-w4a16-asymmetric", "gptq-4-asymmetric"}
+    for each in NAMES
     if each.startswith(("awq", "ct-w", "gguf", "gptq")) and (find_spec("gguf") or not each.startswith("gguf"))
 )
-"""Integers of 4 to 8 bits. Two have groups of 16 in 4 bits, which the kernel has not; others are kinds of floats."""
+"""Integers of 4 to 8 bits; others are kinds of floats."""
 
 CHANGED = dict.fromkeys(("gguf-q4_k_m", "gguf-q5_1"), 0.006)
 """By how much of themselves: numbers of 5 bits become others of 8."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ferrum_rpc.models.stored_integers import SMALLEST, IntegerFormat
+from ferrum_rpc.models.stored_integers import BITS, IntegerFormat
 from ferrum_rpc.weights.quantized.stored import wrong
 
 
@@ -64,7 +64,7 @@ def column_order(module: str, index: Tensor | None, groups: int, size: int) -> T
 
 def even_groups(width: int, size: int, bits: int, *, zeroed: bool, ordered: bool = False) -> IntegerFormat | None:
     """How a matrix is stored that our kernel can hold so, if all of its groups are of ``size`` columns."""
-    return IntegerFormat(bits, size, zeroed, ordered=ordered) if bits in SMALLEST and width % size == 0 else None
+    return IntegerFormat(bits, size, zeroed, ordered=ordered) if bits in BITS and width % size == 0 else None
 
 
 def checked_columns(module: str, index: Tensor, groups: int) -> Tensor | None:
