@@ -27,6 +27,9 @@ GROUP_OF_8_BITS: Final = 64
 GROUP_OF_4_BITS: Final = 32
 """Elements of a column, or of a row, that share a scale."""
 
+MIXED_TWICE: Final = 16.0
+"""What a number is multiplied by if it is mixed twice."""
+
 ISAS: Final = {4: "portable C", 8: "AVX2", 16: "AVX-512", 32: "AMX"}
 """What kernels are compiled for, by the number that the library has for it: the floats of a vector, or 32."""
 
@@ -55,6 +58,11 @@ class Workspace:
         if getattr(self, "handle", None):
             self.library.ferrum_linears_free(self.handle)
 
+    def mixed(self, numbers: Tensor) -> Tensor:
+        """Mix float32 ``numbers``, dense groups of `GROUP_OF_8_BITS`, in place (``simd.h``)."""
+        self.library.ferrum_mix(numbers.data_ptr(), numbers.numel() // GROUP_OF_8_BITS, torch.get_num_threads())
+        return numbers
+
 
 class Panels(NamedTuple):
     """A packed matrix [n, k], as ``struct matrix`` of linear.h describes it."""
@@ -69,6 +77,7 @@ class Panels(NamedTuple):
     order: Tensor | None = None
     group: int = 0
     factor: float = 1.0
+    mixed: bool = False
 
 
 class NativeLinear:
@@ -88,7 +97,9 @@ class NativeLinear:
         tensors = panels.held, panels.scales, panels.zeros, panels.factors, bias, panels.order
         pointers = [None if each is None else each.data_ptr() for each in tensors]
         behind = following[0].address if following else None
-        self._matrix = library.MatrixStruct(*panels[:3], panels.group, self.width, panels.factor, *pointers, behind)
+        self._matrix = library.MatrixStruct(
+            *panels[:3], panels.group, self.width, panels.mixed, panels.factor, *pointers, behind
+        )
         self.address = ctypes.addressof(self._matrix)
 
     @classmethod
@@ -125,6 +136,8 @@ class NativeLinear:
         factors = None if factors is None else factors.view(len(ids), factors.shape[1] // 2, 2)
         scales = panels.scales[panel, :, column]
         found = Integers(bits, numbers.flatten(1), scales, zeros, factors, panels.order).floats()
+        if panels.mixed:
+            found = self.space.mixed(found).mul_(1 / MIXED_TWICE)
         return found.mul_(panels.factor).to(torch.bfloat16)
 
     def argmax(self, x: Tensor) -> Tensor:
@@ -255,6 +268,7 @@ class QuantizedFactory(PanelFactory, ABC):
 
     name: ClassVar[str]
     bits: ClassVar[int]
+    mixed: ClassVar[bool] = False
 
     def __init__(self, space: Workspace | None = None) -> None:
         super().__init__(space)
@@ -272,7 +286,7 @@ class QuantizedFactory(PanelFactory, ABC):
         panels, *of_groups = (_allocate(*each) for each in self._shapes(n, k))
         factor = self._factor(weight)
         for first, slab in _slabs(weight):
-            grouped = slab.float().view(len(slab), k // self.group, self.group)
+            grouped = self._grouped(slab)
             quantized, *found, changed = self._quantize(grouped, factor)
             self._squares[0] += changed
             self._squares[1] += grouped.square().sum(dtype=torch.float64)
@@ -281,7 +295,7 @@ class QuantizedFactory(PanelFactory, ABC):
             for made, each in zip(of_groups, found, strict=True):
                 made[first:last] = each.view(-1, COLUMNS, k // self.group).transpose(1, 2)
         scales, zeros = of_groups if len(of_groups) > 1 else (*of_groups, None)
-        made_panels = Panels(self.kind, n, k, panels, scales, zeros, group=self.group, factor=factor)
+        made_panels = Panels(self.kind, n, k, panels, scales, zeros, group=self.group, factor=factor, mixed=self.mixed)
         return NativeLinear(self.space, made_panels, bias)
 
     def nbytes(self, n: int, k: int, dtype: torch.dtype, *, bias: bool = False, shared: bool = False) -> int:
@@ -303,6 +317,10 @@ class QuantizedFactory(PanelFactory, ABC):
     _of_groups: ClassVar[tuple[torch.dtype, ...]]
     """What each group has: a scale, and the number that stands for 0 if it is not the same for all."""
 
+    def _grouped(self, slab: Tensor) -> Tensor:
+        """float32 [n, groups, group]: what is quantized of ``slab`` [n, k]."""
+        return slab.float().view(len(slab), -1, self.group)
+
     @staticmethod
     @abstractmethod
     def _factor(weight: Tensor) -> float:
@@ -315,14 +333,20 @@ class QuantizedFactory(PanelFactory, ABC):
 
 
 class ByteFactory(QuantizedFactory):
-    """8 bits: a scale in float16 for every 64 weights of a column, about their largest magnitude over 127."""
+    """8 bits: a scale in float16 for every 64 weights of a column, about their largest magnitude over 127. Both sides
+    are mixed before they are rounded (``simd.h``): a large element is then a part of 16, and the others keep more of
+    their bits."""
 
-    name, bits, kind, group = "int8", 8, library.BYTES, GROUP_OF_8_BITS
+    name, bits, kind, group, mixed = "int8", 8, library.BYTES, GROUP_OF_8_BITS, True
     _of_groups = (torch.float16,)
 
     @staticmethod
     def _factor(weight: Tensor) -> float:
-        return _power_of_two(weight, 22)
+        return _power_of_two(weight, 18)  # mixed ones are 16 times as large at most
+
+    def _grouped(self, slab: Tensor) -> Tensor:
+        copied = slab.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        return self.space.mixed(copied).view(len(slab), -1, self.group)
 
     def _quantize(self, grouped: Tensor, factor: float) -> tuple[Tensor, ...]:
         scale = (grouped.abs().amax(-1, keepdim=True) / (127.0 * factor)).half()

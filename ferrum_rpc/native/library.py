@@ -60,7 +60,7 @@ class MatrixStruct(ctypes.Structure):
     """``struct matrix`` of linear.h: a packed weight."""
 
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("kind", "n", "k", "group", "width")),
+        *((name, ctypes.c_int32) for name in ("kind", "n", "k", "group", "width", "mixed")),
         ("factor", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("panels", "scales", "zeros", "factors", "bias", "order", "next")),
     )
@@ -219,7 +219,7 @@ STRUCTS: Final = (
     *(PenaltyStruct, RowMaskStruct, LimitsStruct, LoraPart, LoraChange, LoraStep, RecurrentLayer, RecurrentJob),
     *(DecayRows, GatedRows),
 )
-ABI_VERSION: Final = 29
+ABI_VERSION: Final = 30
 """As in abi.c, which exports it with the sizes of `STRUCTS`."""
 
 BUILD: Final = "install ferrum-rpc-kernels where a C compiler is (in a checkout: `make setup`)"
@@ -266,6 +266,7 @@ FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "ferrum_linear": (_I, _P, _P, *_ROWS, _P, _I, _I),
     "ferrum_linear_heads": (_I, _P, _P, _I, _P, *(_L,) * 3, _P, _L, _L, _I),
     "ferrum_linear_largest": (_I, _P, _P, *_ROWS, _P, _I),
+    "ferrum_mix": (None, _P, _L, _I),
     "ferrum_quantize": (None, _P, _L, _I, _P, _P, _P, _P, _I),
     "ferrum_layers_new": (_P, _P, _P, _P),
     "ferrum_layers_free": (None, _P),

@@ -17,6 +17,7 @@ enum kind { PAIRS, BYTES, NIBBLES, FACTORED };
 struct matrix {
     int32_t kind, n, k, group; /* group: 0 for pairs; 32 (FACTORED too), 16, 64 or 128 */
     int32_t width;             /* columns of the output: n, and those of all that are `next` */
+    int32_t mixed;             /* of bytes in groups of 64 without an order: each is mixed (simd.h), in W as in a row */
     float factor;              /* of all scales, a power of two */
     const char *panels;
     const void *scales;      /* [panels][k / group][16]: float16; FACTORED: uint8 */

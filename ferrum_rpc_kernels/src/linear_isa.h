@@ -2,20 +2,20 @@
 
 #include "simd.h"
 
-/* `group` bfloat16 to 8 bits: their scale, which is returned, and -1 x their sum. A group with an element that is not
+/* `group` bfloat16, or floats if they are `wide`, to 8 bits: their scale, which is returned, and -1 x their sum. A group with an element that is not
  * finite gets a NaN for a scale; one whose largest is below TINY counts as zeros: 127 over that would be infinite. */
-INLINE float ISA(quantise)(const char *row, int group, char *to, int32_t *start)
+INLINE float ISA(quantise)(const char *row, const int wide, int group, char *to, int32_t *start)
 {
     const FV magic = ISA(splat)(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer, half to even */
     FV most = {0}, odd = {0};
     for (int i = 0; i < group; i += LANES) {
-        const FV x = ISA(load)(row, i, 0);
+        const FV x = ISA(load)(row, i, wide);
         most = ISA(larger)(ISA(larger)(x, -x), most); /* of a NaN and a number the second */
     }
     const float largest = ISA(largest)(most), inverse = largest > TINY ? 127.0f / largest : 0.0f;
     IV sum = {0};
     for (int i = 0; i < group; i += LANES) {
-        const FV scaled = ISA(load)(row, i, 0) * inverse;
+        const FV scaled = ISA(load)(row, i, wide) * inverse;
         const IV number = scaled == scaled; /* infinity times 0 is NaN too */
         odd = ISA(where)(number, odd, scaled);
         /* `where` between product and sum: they must not be fused */
@@ -38,14 +38,27 @@ INLINE const char *ISA(group_of)(const struct matrix *linear, const char *row, i
     return held;
 }
 
+/* Group `g` of a row to 8 bits: see `quantise`. A 16th of it is mixed, so that no sum is infinite. */
+INLINE float ISA(quantise_group)(const struct matrix *linear, const char *row, int g, char *to, int32_t *start)
+{
+    char held[2 * MAX_GROUP];
+    FV mixed[MIXED / LANES];
+    const char *from = ISA(group_of)(linear, row, g, held);
+    if (!linear->mixed)
+        return ISA(quantise)(from, 0, linear->group, to, start);
+    for (int i = 0; i < MIXED / LANES; i++)
+        mixed[i] = ISA(load)(from, i * LANES, 0) * 0.0625f;
+    ISA(mix)(mixed);
+    return ISA(quantise)((const char *)mixed, 1, MIXED, to, start);
+}
+
 /* A row to 8 bits. */
 static TARGET void ISA(prepare_bytes)(const struct matrix *linear, const char *row, char *to, float *scales,
                                       int32_t *starts)
 {
     const int group = linear->group;
-    char held[2 * MAX_GROUP];
     for (int g = 0; g < linear->k / group; g++, to += group)
-        scales[g] = ISA(quantise)(ISA(group_of)(linear, row, g, held), group, to, starts + g) * linear->factor;
+        scales[g] = ISA(quantise_group)(linear, row, g, to, starts + g) * linear->factor;
 }
 
 #if LANES == 8
@@ -55,8 +68,8 @@ static TARGET void ISA(prepare_wide_bytes)(const struct matrix *linear, const ch
 {
     const int group = linear->group;
     for (int g = 0; g < linear->k / group; g++) {
-        char rounded[MAX_GROUP], held[2 * MAX_GROUP];
-        scales[g] = ISA(quantise)(ISA(group_of)(linear, row, g, held), group, rounded, starts + g) * linear->factor;
+        char rounded[MAX_GROUP];
+        scales[g] = ISA(quantise_group)(linear, row, g, rounded, starts + g) * linear->factor;
         for (int i = 0; i < group; i += 16, to += 32) {
             const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(rounded + i)));
             const __m256i first = _mm256_shufflelo_epi16(wide, _MM_SHUFFLE(3, 1, 2, 0));

@@ -1,4 +1,6 @@
-/* Weights to 4 bits: the range of each group that changes its weights least, by their mean square.
+/* What is done to weights before they are packed.
+ *
+ * To 4 bits: the range of each group that changes its weights least, by their mean square.
  *
  * Two ranges are tried, the whole one and a smaller one that cuts off the largest weights; each is then fitted twice to
  * the numbers that it gave (least squares). That is 6 passes over a group, which took 13 times as long in torch. One
@@ -16,6 +18,15 @@
 
 #define FITS 2
 #define LARGEST 15.0f
+
+/* Mix each of the groups of MIXED floats (simd.h). */
+void ferrum_mix(float *numbers, int64_t groups, int32_t threads)
+{
+    int64_t g;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (g = 0; g < groups; g++)
+        ISA(mix)((FV *)(numbers + g * MIXED));
+}
 
 /* The numbers of a group as `scale` and `zero` give them, and what comes of them. */
 struct trial {

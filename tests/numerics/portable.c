@@ -138,7 +138,7 @@ static void run_products(int32_t kind)
     struct ferrum_linears *linears = ferrum_linears_new();
     const struct matrix matrix = {.kind = kind, .n = n, .k = k, .group = group, .width = n, .factor = 0.5f, .panels = panels,
                                   .scales = scales, .zeros = zeros, .bias = bias,
-                                  .factors = kind == FACTORED ? factors : NULL};
+                                  .factors = kind == FACTORED ? factors : NULL, .mixed = kind == BYTES};
     if (ferrum_linear(linears, &matrix, x, k, ROWS, out, 0, 1))
         exit(1);
     print((const char *[]){"pairs", "bytes", "nibbles", "factored"}[kind], 0, out, ROWS * n);

@@ -190,10 +190,10 @@ def test_quantized_weights_move_answers_as_much_as_their_bits(quick_run, tmp_pat
     assert [*moved] == [
         *("bfloat16, int8 cache", "--quantize int8", "--quantize int4", "Q8_0, as stored", "Q8_0, expanded")
     ]
-    assert 0 < expanded < stored < int8 < 0.3 * int4 and int4 < 0.003 and 0 < cache < int4
+    assert 0 < expanded < int8 < stored < 0.3 * int4 and int4 < 0.003 and 0 < cache < int4
     gained, held, of_q8, of_q4 = (each["value"] for each in result["targets"])
     assert gained == cells[quantized.EXACT]["ours is, ×"]["median"]
-    assert 0.9 < held < 1.05 and of_q8 > 0 and of_q4 is None
+    assert 0.9 < held < 1.05 and 0 < of_q8 < 1 and of_q4 is None
 
 
 def test_files_of_ggufs_types_need_the_quantizer_of_a_peer(tmp_path, monkeypatch):
