@@ -332,12 +332,12 @@ def test_a_rank_that_has_failed_carries_out_what_needs_no_step_and_nothing_else_
     with ThreadPoolExecutor() as threads, closing(ranks):
         running = threads.submit(follower.run)
         ranks.send("step")
-        for method in ("save", "change_masks", "step", "cache"):
+        for method in ("save", "change_masks", "step"):
             with pytest.raises(GroupAborted, match="a step before it failed"):
                 ranks.ask(method)
-        for method in ("halt", "adapter", "states", "images"):
+        for method in ("halt", "adapter", "states", "images", "cache"):
             ranks.ask(method)
-        assert phase.log == ["step", "halt", "adapter", "states", "images"]
+        assert phase.log == ["step", "halt", "adapter", "states", "images", "cache"]
         ranks.ask("renew")
         ranks.ask("save")
         assert phase.log[-1] == "save"
@@ -483,6 +483,40 @@ def test_after_a_failure_every_rank_has_the_masks_of_rank_0(checkpoint, victim, 
         drawn = span(2, [3, 1, 4], kind=Sample(seed=3, mask=MASK), positions=Positions.LAST)
         assert answered(runner, drawn)[0]["token_ids"] == answered(expected, drawn)[0]["token_ids"]
         assert follower.phase.compute.masks.all() == MASKS
+
+
+def test_what_is_imported_while_a_step_fails_on_a_rank_is_whole_on_all(checkpoint):
+    """The rank has failed in a step that rank 0 still waits for, and what it is sent meanwhile is of no step."""
+    with closing(World(settings_of(checkpoint, (2, 1)))) as world, torch.inference_mode():
+        runner, follower = world.runner, world.followers[0]
+        answered(runner, span(1, [3, 1, 4, 1, 5, 9]))
+        tokens, parts = runner.token_ids(1), runner.read_kv(1, 0, 6, range(LAYERS))
+        runner.begin_import(2, tokens, 0, 0, None)
+        ranks_of(runner).ask("halt")
+        follower.failed = True
+        for layer, each in enumerate(parts):
+            runner.write_kv(2, 0, 6, layer, each)
+        follower.groups.abort()
+        with pytest.raises(StepFailed):
+            runner.forward(Step((span(3, [3, 1, 4]),)))
+        runner.commit_import(2)
+        expected, found = (answered(runner, span(each, [2], 6)) for each in (1, 2))
+        assert (found[0]["logits"] == expected[0]["logits"]).all()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_rank_that_cannot_write_what_is_imported_ends(checkpoint, monkeypatch):
+    with closing(World(settings_of(checkpoint, (2, 1)))) as world, torch.inference_mode():
+        runner, follower = world.runner, world.followers[0]
+        answered(runner, span(1, [3, 1, 4, 1, 5, 9]))
+        tokens, parts = runner.token_ids(1), runner.read_kv(1, 0, 6, range(LAYERS))
+        runner.begin_import(2, tokens, 0, 0, None)
+        monkeypatch.setattr(follower.phase.kv, "write", Mock(side_effect=MemoryError))
+        with pytest.raises(DeviceLost):
+            for layer, each in enumerate(parts):
+                runner.write_kv(2, 0, 6, layer, each)
+            runner.commit_import(2)
+            runner.forward(Step((span(2, [2], 6),)))
 
 
 # --- steps under way in stages --------------------------------------------------------------------------------------

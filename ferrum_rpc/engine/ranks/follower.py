@@ -44,9 +44,10 @@ from ferrum_rpc.sampling.rows import RowRequest
 Stage = Callable[[str], None]
 
 
-AFTER_FAILURE: Final = ("halt", "renew", "adapter", "states", "images")
+AFTER_FAILURE: Final = ("halt", "renew", "adapter", "states", "images", "cache")
 """Requests that a rank carries out even after a failure. Those for adapters are independent of steps, and those for
-states and their images are of slots whose content the failed step did not change."""
+states and their images are of slots whose content the failed step did not change. Blocks of the cache that are written
+are of no step, or are new to a step that is undone."""
 
 
 class Follower:
@@ -298,5 +299,12 @@ class Working(Phase):
             return StepFailed(f"states could not be moved ({type(error).__name__}); nothing changed")
 
     def cache(self, method: str, *arguments: Any) -> Any:
-        """Do what a method of `KvStore` does."""
-        return getattr(self.kv, method)(*arguments)
+        """Do what a method of `KvStore` does, after a failed step too: what is imported meanwhile, or comes from the
+        second tier, is of no step. Raises DeviceLost if a write fails, for rank 0 relies on the content of the blocks
+        and waits for no answer."""
+        try:
+            return getattr(self.kv, method)(*arguments)
+        except Exception as error:
+            if not method.startswith("write"):
+                raise
+            raise DeviceLost(f"blocks of the cache could not be written ({type(error).__name__})") from error
