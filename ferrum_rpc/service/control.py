@@ -131,7 +131,7 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
     async def GetActivity(self, request: pb.GetActivityRequest, context: Context) -> pb.GetActivityResponse:
         """What each caller holds, and the slowest calls of the last minute."""
         blocks, slots, needed = Counter[str](), Counter[str](), int(self._state.engine.cache.total_slots > 0)
-        for record in self._state.handles.records():
+        for record in (*self._state.handles.records(), *self._state.unfinished_imports()):
             name = record.account.caller.name
             blocks[name] += self._blocks(record)
             slots[name] += 0 if record.parked else needed

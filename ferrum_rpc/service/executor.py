@@ -239,8 +239,8 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
                 used=cache.total_blocks - free,
                 parked_bytes=cache.tier_bytes + state.parked.bytes,
                 parked_sequences=state.parked.sequences,
-                unfinished_imports=imports[0],
-                importing=imports[1],
+                unfinished_imports=len(imports),
+                importing=sum(map(state.quotas.blocks, imports)),
             ),
         )
 

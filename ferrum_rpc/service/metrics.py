@@ -157,9 +157,10 @@ class Metrics(Collector):
         yield _counter("sequences_parked", "Sequences that were parked.", state.counters.sequences_parked)
         yield _counter("sequences_exported", "Sequences exported completely.", state.counters.sequences_exported)
         yield _counter("sequences_imported", "Sequences created from an import.", state.counters.sequences_imported)
-        imports, blocks_of_imports = state.unfinished_imports()
-        yield _gauge("unfinished_imports", "Incomplete imports.", imports)
-        yield _gauge("unfinished_import_blocks", "Blocks held by incomplete imports.", blocks_of_imports)
+        imports = state.unfinished_imports()
+        yield _gauge("unfinished_imports", "Incomplete imports.", len(imports))
+        held = sum(map(state.quotas.blocks, imports))
+        yield _gauge("unfinished_import_blocks", "Blocks held by incomplete imports.", held)
         yield _gauge("kv_block_tokens", "Tokens per block.", pressure.block_size)
 
     def _transfers(self) -> Iterator[Metric]:

@@ -105,8 +105,9 @@ class Quotas:
             account.most = self._per_caller[account.caller.shares]
 
     def blocks(self, record: SequenceRecord) -> int:
-        """The most blocks that the sequence holds."""
-        return 0 if record.parked else self._blocks(record, record.length, record.length)
+        """The most blocks that the sequence holds, or those of its import while that is incomplete."""
+        length = record.length or record.held_from
+        return 0 if record.parked else self._blocks(record, length, length)
 
     def charge(self, record: SequenceRecord, start: int, end: int) -> None:
         """Charge for a sequence that is to grow to ``end`` tokens, of which those from ``start`` on are to be written.

@@ -295,11 +295,9 @@ class ServerState:
             self._set_empty()
         self.free([record.sequence], partial(_call_on_freed, [record]))
 
-    def unfinished_imports(self) -> tuple[int, int]:
-        """The number of incomplete imports, and of the blocks that they hold."""
-        size = self.engine.cache.block_size
-        held = [-(-record.held_to // size) for record in list(self.unnamed) if record in self._creating]
-        return len(held), sum(held)
+    def unfinished_imports(self) -> list[SequenceRecord]:
+        """The sequences of incomplete imports."""
+        return [record for record in list(self.unnamed) if record in self._creating]
 
     def abandon(self, records: Sequence[SequenceRecord]) -> None:
         """Release sequences whose handles will not be answered; those that were minted exist in the engine."""

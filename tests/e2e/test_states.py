@@ -86,6 +86,21 @@ async def test_a_sequence_is_cut_and_fed_as_any_other(served: Served, session: b
         assert (await client.status()).pressure.free_slots == SLOTS
 
 
+async def test_a_truncation_is_free_down_to_what_the_prefix_cache_had(served: Served) -> None:
+    async with ExecutorClient(served.target) as client:
+        first = client.sequence()
+        await first.prefill(PROMPT[:40], LAST)
+        sequence, prompt = client.sequence(), [*PROMPT[:40], *range(10)]
+        cached = (await sequence.prefill(prompt, LAST)).cached_tokens
+        assert 0 < cached <= 40
+        for length, fed_again in ((cached + 3, 0), (cached, 0), (cached - 1, cached - 1)):
+            answer = await sequence.decode(7, LAST, truncate_to=length)
+            assert near(answer.logits, [*prompt[:length], 7]) and answer.recomputed_tokens == fed_again
+            await sequence.release()
+            sequence = client.sequence()
+            assert (await sequence.prefill(prompt, LAST)).cached_tokens == cached
+
+
 async def test_steps_of_others_run_between_the_pieces_of_a_checkpoint_that_comes_back(
     config: ModelSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,9 +16,11 @@ import torch
 from ferrum_rpc.client import CacheMode, ExecutorClient, FullLogits, OutputSpec, Positions
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.errors import QuotaExceeded
+from ferrum_rpc.wire.items import handle_to_proto
 from tests.support.checkpoints import make_checkpoint, make_model
 from tests.support.clients import BOTH_WAYS
 from tests.support.serving import Served, serve_model
+from tests.support.transfers import as_import, exported, header, imported
 
 SHAPE = {"sliding_window": 10}
 BLOCK, FREE = 4, 32
@@ -158,6 +160,19 @@ async def test_a_sequence_moves_and_is_parked_with_its_window(
             await sequence.truncate(length)
             await client.release([filed])
             await there.release([moved])
+
+
+async def test_an_unfinished_import_counts_the_blocks_of_its_window(served: Served) -> None:
+    async with ExecutorClient(served.target) as client:
+        sequence = client.sequence(cache_mode=CacheMode.BYPASS)
+        await sequence.prefill(PROMPT, LAST)
+        assert sequence.handle is not None
+        frames = await exported(served, handle_to_proto(sequence.handle))
+        await client.release([sequence])
+        await imported(served, header(frames[0].layout), *as_import(frames)[:-1])
+        blocks, [caller] = (await client.status()).blocks, (await client.activity()).callers
+        assert blocks.unfinished_imports == 1
+        assert blocks.used <= blocks.importing == caller.blocks <= blocks.used + 1 < len(PROMPT) // BLOCK
 
 
 async def test_what_is_free_stays_free_on_the_way(served: Served, config: ModelSettings) -> None:

@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 
 from ferrum_rpc.errors import QueueFull, Reason
-from ferrum_rpc.executor.v1 import forward_pb2, kv_transfer_pb2_grpc, types_pb2
+from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2, kv_transfer_pb2_grpc, types_pb2
 from ferrum_rpc.failpoints import Failpoints, parse_failpoints
 from ferrum_rpc.service import peers
 from ferrum_rpc.service.kv_stream import CHUNK_BYTES
@@ -224,6 +224,8 @@ async def test_an_import_that_is_given_up_frees_its_blocks_at_once(source, targe
     stream = await begun(target, header(layout, lease_id=lease), *brought(chunks[:3])[:-1])
     blocks = (await target.status()).blocks
     assert blocks.unfinished_imports == 1 and blocks.importing == blocks.used == -(-len(PROMPT) // 4)
+    [caller] = (await target.control.GetActivity(executor_control_pb2.GetActivityRequest())).callers
+    assert (caller.sequences, caller.blocks) == (1, blocks.used)
     if not streaming:
         stream.cancel()
         await until(lambda: not imports(target)[0].busy)
