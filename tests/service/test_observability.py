@@ -156,7 +156,7 @@ async def test_how_a_call_ended_is_its_code() -> None:
     async with gated() as (served, gate):
         count = served.server.calls.methods[f"{SERVICE}/Prefill"]
         running = await gate.hold(served.prefill([1]))
-        late = served.executor.Prefill(pb.PrefillRequest(item=item([2])), timeout=0.05)
+        late = served.executor.Prefill(pb.PrefillRequest(item=item([2])), timeout=0.3)
         with pytest.raises(grpc.aio.AioRpcError):
             await late
         given_up = served.prefill([3])
