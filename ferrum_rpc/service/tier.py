@@ -38,7 +38,7 @@ async def fetch_prefix(  # noqa: PLR0917 - those of the runner's method, and who
         command = Command(operation, sequence, start, prompt, prefix)
         return await between_steps(state.engine.submit, command) if goes_on() else None
 
-    with suppress(ExecutorError):
+    with suppress(ExecutorError):  # what was not read is computed, and a lost device refuses the call itself
         if left > 0 and state.model.states is not None:
             async with state.tier_reads.held(((account, 1),)):  # until it is there: one checkpoint comes at a time
                 while await piece(Operations.fetch_states):
@@ -57,7 +57,7 @@ async def fetch_window(
         command = Command(Operations.fetch_window, sequence, start)
         return await between_steps(state.engine.submit, command) if goes_on() else None
 
-    with suppress(ExecutorError):
+    with suppress(ExecutorError):  # what was not read is computed, and a lost device refuses the call itself
         await _fetch(state, account, piece, window // size + 2)
 
 
