@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help setup demo fleet-demo serve test lint format stubs bench bench-peers profile soak lock compose-test wheels transcript docs first-light first-light-wheels gpu-check compat clean
+.PHONY: help setup demo fleet-demo serve test lint format stubs bench bench-peers soak lock compose-test wheels transcript docs first-light first-light-wheels gpu-check compat clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets
@@ -73,16 +73,12 @@ bench: .venv/.dev  ## How fast, beside limits and a peer, and what gRPC costs; w
 	@$(BIN)/python -m benchmarks memory
 	@$(BIN)/python -m benchmarks transfer
 	@$(BIN)/python -m benchmarks ranks
-	@$(BIN)/python -m benchmarks collectives
 	@$(BIN)/python -m benchmarks prefix
 	@$(BIN)/python -m benchmarks report
 
 bench-peers: .venv/.dev  ## Ours beside vLLM, OpenVINO, llama.cpp and transformers, an environment each (the first time: minutes)
 	@$(BIN)/python -m benchmarks peers
 	@$(BIN)/python -m benchmarks report
-
-profile: .venv/.dev  ## Where a step's microseconds go, stage by stage, socket to kernel
-	@$(BIN)/python -m benchmarks profile
 
 soak: .venv/.dev  ## Try every promise at full size (hours); writes benchmarks/results/soak.json and docs/soak.md
 	@$(BIN)/python -m tests.faults.soak

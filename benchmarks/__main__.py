@@ -8,7 +8,7 @@ from typing import Final
 
 NAMES: Final = (
     *("peers", "suite", "protocol", "trips", "streams", "grammars", "quantized"),
-    *("memory", "prefix", "transfer", "ranks", "collectives", "profile", "launches", "states", "report"),
+    *("memory", "prefix", "transfer", "ranks", "states", "report"),
 )
 """Each is a module with a ``BENCHMARK``, or with a program that measures or writes something of its own."""
 

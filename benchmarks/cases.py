@@ -40,8 +40,6 @@ USUAL: Final = ("qwen3-0.6b", "tiny")
 SEED: Final = 20261121
 CACHE: Final = ROOT / ".cache" / "bench"
 BLOCK_SIZE: Final = 16
-CONTEXT: Final = 256
-IDENTITY_CONTEXT: Final = 64
 PERIOD: Final = 4194301
 """Numbers drawn per checkpoint: a prime, so that no two rows of a matrix are equal (equal rows tie in the logits)."""
 

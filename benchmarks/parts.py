@@ -3,10 +3,8 @@
 - Steps that ask for other outputs than greedy tokens, or have adapters, by the runner in this process; rounds of all
   alternate.
 - Decode steps of one scheduler with another's long prompts in chunks: what natural batching makes a step wait for.
-- What a sequence costs in a step besides computing: the slope of the server's bookkeeping in the size of the batch, by
-  the stages of `benchmarks.profile`. It must be flat in how long the sequences are and in how many others live.
-- Seconds of `ferrum-rpc serve` until its model answers, and of a plain read of the weights' file, whose pages are
-  dropped from the kernel's cache before, where the system offers that.
+- Seconds of `ferrum-rpc serve` until its model answers. The pages of the weights' file are dropped from the kernel's
+  cache before, where the system offers that.
 """
 
 from __future__ import annotations
@@ -20,23 +18,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
-from benchmarks.cases import CACHE, DECODE, IDENTITY, IDENTITY_CONTEXT, NOTHING, PREFILL, Cell, write_adapter
-from benchmarks.compare import Figures, Player, Round, contest, meanwhile, percentile
+from benchmarks.cases import CACHE, DECODE, IDENTITY, NOTHING, PREFILL, Cell, write_adapter
+from benchmarks.compare import Figures, Player, Round, contest, meanwhile, median, percentile
 from benchmarks.engines.grpc import Client, executor
 from benchmarks.engines.inprocess import Inside
-from benchmarks.profile import Profile, profile, steps_of
 from benchmarks.record import median_of
 from benchmarks.table import Row, number, target
 from ferrum_rpc.client import ExecutorClient
 from ferrum_rpc.models.spec import ModelSpec
 
-BOOKKEEPING: Final = "bookkeeping of a sequence and step"
 MIXED: Final = "p99 over p50 of a decode step under mixed load"
 MIXED_TARGET: Final = 2.0  # 99th percentile over median of a decode step, at most
-SLOPE_TARGET_US: Final = 30.0  # microseconds for a sequence and a step, at most
-PIECE_BYTES: Final = 8 << 20
 
 
 GREEDY: Final = "greedy"
@@ -171,62 +163,20 @@ async def _chunks(client: ExecutorClient, vocab_size: int, mix: Mix) -> AsyncGen
                 yield
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
-    """``batch`` sequences of ``context`` tokens in a step, of ``live`` ones."""
-
-    batch: int
-    context: int
-    live: int
-
-
-SIZES: Final = (Size(64, IDENTITY_CONTEXT, 64), Size(64, 1024, 64), Size(64, IDENTITY_CONTEXT, 1000))
-QUICK_SIZES: Final = (Size(4, 16, 12),)
-
-
-async def slopes(sizes: Sequence[Size], steps: int) -> list[dict[str, Any]]:
-    """A server for each size, and steps of one sequence and of the batch."""
-    found = []
-    for size in sizes:
-        batches = (1, size.batch)
-        live = Cell(DECODE, size.live, size.context, most=steps_of(batches, steps))
-        one, many = await profile(IDENTITY, live, batches, steps, 1)
-        found.append(slope(size, one, many))
-    return found
-
-
-def slope(size: Size, one: Profile, batch: Profile) -> dict[str, Any]:
-    """From the profiles of a step of one sequence and of the whole batch: µs of bookkeeping for each sequence, and the
-    stages that take most of it."""
-    more = size.batch - 1
-    grown = {name: (value - one.bookkeeping.get(name, 0.0)) / more for name, value in batch.bookkeeping.items()}
-    most = sorted(grown.items(), key=lambda each: -each[1])[:3]
-    return {
-        "what": f"bookkeeping of a sequence and step, µs: {size.batch} of {size.live} live @{size.context}",
-        "measured": round((sum(batch.bookkeeping.values()) - sum(one.bookkeeping.values())) / more, 2),
-        "of which": ", ".join(f"{name.partition(': ')[2]} {number(each)}" for name, each in most),
-        "target": target("", None, SLOPE_TARGET_US, least=False),
-    }
-
-
 async def starting(model: Path, settings: dict[str, Any], times: int) -> dict[str, Any]:
-    """Alternate: read the file, start with the model, start without one. Medians of the starts; loading is what is
-    beyond the start without weights. From the disk: the file's pages were dropped."""
+    """Alternate: start with the model, start without one. Medians; loading is what is beyond the start without weights.
+    From the disk: the file's pages were dropped."""
     file = model / "model.safetensors"
-    plain, ready, bare = [], [], []
-    cold = True
+    ready, bare, cold = list[float](), list[float](), True
     for _ in range(times):
-        cold &= _drop(file)
-        plain.append(_read(file))
         cold &= _drop(file)
         ready.append(await _start(str(model), settings))
         bare.append(await _start(IDENTITY, settings))
-    ready_s, bare_s, plain_s = (float(np.median(each)) for each in (ready, bare, plain))
     weights = f"{file.stat().st_size / 2**30:.2f} GiB of weights from the {'disk' if cold else 'page cache'}"
     return {
         "what": f"start of serve until the model answers, s: {weights}",
-        "measured": round(ready_s, 3),
-        "of which": f"loading {ready_s - bare_s:.2f}; a plain read takes {plain_s:.2f}",
+        "measured": median(ready),
+        "of which": f"loading {median(ready) - median(bare):.2f}",
     }
 
 
@@ -244,13 +194,3 @@ def _drop(file: Path) -> bool:
         os.fsync(opened.fileno())  # only clean pages can go
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return True
-
-
-def _read(file: Path) -> float:
-    """Seconds of reading it once into a small buffer."""
-    buffer = bytearray(PIECE_BYTES)
-    began = time.perf_counter()
-    with file.open("rb", buffering=0) as stream:
-        while stream.readinto(buffer):
-            pass
-    return time.perf_counter() - began

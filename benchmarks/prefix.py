@@ -1,8 +1,8 @@
-"""What the prefix cache gains and costs: prompts that begin alike, misses, and its books.
+"""What the prefix cache gains and costs: prompts that begin alike, and misses.
 
 Sides with and without the cache take their rounds in turn, so that ratios are of one run. A round that must find
 nothing of earlier ones has a salt of its own. Peers that are installed get the same prompts and the same weights; none
-is installed by this program. The books of the cache are kept by a `KvManager` in this process, without a model.
+is installed by this program.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-import numpy as np
-
 from benchmarks import peers
-from benchmarks.cases import BLOCK_SIZE, DECODE, IDENTITY, PREFILL, SEED, Cell
+from benchmarks.cases import BLOCK_SIZE, DECODE, IDENTITY, PREFILL, Cell
 from benchmarks.compare import Round, contest, median, shares, spread
 from benchmarks.engines.grpc import TIMEOUT_S, Client, connected, facts
 from benchmarks.engines.process import REFERENCE
@@ -25,15 +23,11 @@ from benchmarks.record import Benchmark, Contest, Option, Record
 from benchmarks.table import target
 from ferrum_rpc.client import CacheMode, ExecutorClient
 from ferrum_rpc.client import Sequence as ClientSequence
-from ferrum_rpc.core import PREFIX
-from ferrum_rpc.kv.manager import KvManager
 
 MODES: Final = {"cache on": CacheMode.DEFAULT, "cache off": CacheMode.BYPASS}
 ON, OFF = MODES
 LESS_TARGET: Final = 20.0  # tokens computed without the cache, of those with it, at least
 MISS_TARGET: Final = 1.01  # step with the cache that finds nothing, of one without it, at most
-BOOKS_TARGET: Final = 0.05
-"""Of a decode step of the timed shape at b32: the books of a step of `LIVE` sequences, at most."""
 
 SEQUENCES: Final = 1000  # of the identity model, which computes next to nothing
 FEWER: Final = 48  # of another one
@@ -145,102 +139,6 @@ async def miss(model: str, at: Session, cell: Cell, rounds: int, round_s: float)
     return {"model": model, "step": cell.name} | step_ms | {"on in off": found["ratios"][ON], "target": standing}
 
 
-# --- the books --------------------------------------------------------------------------------------------------------
-
-LIVE: Final = 256
-BOOK_STEPS: Final = 2 * BLOCK_SIZE  # each sequence begins a block twice, and fills and publishes two
-BOOK_ROUNDS: Final = 20
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """``live`` sequences of ``length`` tokens, a multiple of a block's, and ``cached`` blocks that none of them holds:
-    as many as are begun in a round, or more."""
-
-    length: int
-    cached: int
-    live: int = LIVE
-
-
-SIZES: Final = (
-    *(Size(length, 1000) for length in (256, 4096)),
-    *(Size(4096, cached) for cached in (10_000, 100_000, 1_000_000)),
-)
-QUICK_SIZES: Final = (Size(16, 100, 4), Size(64, 1000, 4))
-
-
-class Books:
-    """A `KvManager` without a free block: whatever a sequence begins takes the place of a cached block."""
-
-    def __init__(self, size: Size) -> None:
-        self.size = size
-        self._generator = np.random.default_rng(SEED)
-        blocks = size.live * size.length // BLOCK_SIZE + size.cached
-        self._manager = KvManager(1 + blocks, BLOCK_SIZE)
-        for number in range(size.live):
-            self._make(number, size.length)
-        rest = size.cached
-        for number in itertools.count(size.live):
-            if not rest:
-                break
-            took = min(rest, 256)
-            self._make(number, took * BLOCK_SIZE)
-            self._manager.release(number)
-            rest -= took
-
-    def round(self) -> list[float]:
-        """Seconds of each of `BOOK_STEPS` decode steps of all sequences, from their length on."""
-        manager, size = self._manager, self.size
-        fed = self._generator.integers(0, 1 << 16, (BOOK_STEPS, size.live, 1), dtype=np.int32)
-        step_s = []
-        for index, tokens in enumerate(fed):
-            began = time.perf_counter()
-            opened = [manager.reserve(each, size.length + index, 1) for each in range(size.live)]
-            for reservation, token in zip(opened, tokens, strict=True):
-                manager.commit(reservation, token)
-            step_s.append(time.perf_counter() - began)
-        for each in range(size.live):
-            manager.truncate(each, size.length)
-        return step_s
-
-    def _make(self, number: int, length: int) -> None:
-        reservation = self._manager.reserve(number, 0, length, create=True, prefix=PREFIX)
-        self._manager.commit(reservation, self._generator.integers(0, 1 << 16, length, dtype=np.int32))
-
-
-def books(sizes: Sequence[Size], rounds: int) -> list[dict[str, Any]]:
-    """Rounds of all sizes in turn."""
-    sides = [Books(size) for size in sizes]
-    taken: list[list[list[float]]] = [[] for _ in sides]
-    for _ in range(1 + rounds):
-        for side, found in zip(sides, taken, strict=True):
-            found.append(side.round())
-    return [book_figures(size, found[1:], taken[0][1:]) for size, found in zip(sizes, taken, strict=True)]
-
-
-def book_figures(size: Size, rounds: Sequence[list[float]], first: Sequence[list[float]]) -> dict[str, Any]:
-    """Of one size, with ratios to the ``first`` one's rounds. The longest step is that in which all begin a block, or
-    publish one."""
-    means, others = np.mean(rounds, axis=1), np.mean(first, axis=1)
-    return {
-        "sequences": size.live,
-        "tokens": size.length,
-        "cached blocks": size.cached,
-        "µs a sequence": median(1e6 * means / size.live),
-        "in the first": median(means / others),
-        "a step, ms": median(1e3 * means, 4),
-        "longest, ms": median(1e3 * np.max(rounds, axis=1), 4),
-    }
-
-
-def share(found: Sequence[Mapping[str, Any]], decode: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The books again, with what they are of the decode step of a model."""
-    parts = [round(each["a step, ms"] / decode[f"{ON}, ms"]["median"], 4) for each in found]
-    what = f"accounting of a step of {LIVE} sequences, at most, of a decode step of Qwen3-0.6B at b32"
-    standing = target(what, max(parts), BOOKS_TARGET, least=False)
-    return [{**each, "of a decode step": part, "target": standing} for each, part in zip(found, parts, strict=True)]
-
-
 # --- all of it --------------------------------------------------------------------------------------------------------
 
 
@@ -267,7 +165,6 @@ async def run(options: argparse.Namespace) -> Record:
         for cell in cells:
             add("misses", await miss(model, at, cell, pairs, round_s))
 
-    counted = books(QUICK_SIZES if quick else SIZES, BOOK_ROUNDS)
     at_once, sequences = CALL_TOKENS // seen.context, options.sequences
     settings = {"device": "cpu", "threads": options.threads, "lease-ttl-s": TIMEOUT_S}
     blocks = sequences * -(-seen.context // BLOCK_SIZE) + KV_BLOCKS
@@ -281,7 +178,6 @@ async def run(options: argparse.Namespace) -> Record:
         for each in (1, at_once):
             await crowds(here.model, at, each, min(FEWER, sequences))
         await misses_of(here.model, at, *misses)
-        add("books", *share(counted, rows["misses"][-1]))
         await beside(here, at, seen)
     return record
 

@@ -2,8 +2,7 @@
 
 The sides alternate round by round. One of them serves the model by transformers' layers over our cache, as families are
 served that have no native decoder. Around them: what adapters and other outputs than greedy tokens cost, how decode
-steps fare with prefill chunks, what a sequence costs in bookkeeping, and how long a start takes. ``--only`` runs a
-part.
+steps fare with prefill chunks, and how long a start takes. ``--only`` runs a part.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from benchmarks.engines.process import REFERENCE, PeerKind, PeerProcess
 from benchmarks.record import Benchmark, Contest, Opening, Option, Record, median_of, shape_of
 from benchmarks.table import Row, target
 
-PARTS: Final = ("cells", "outputs", "mixed", "bookkeeping", "start")
+PARTS: Final = ("cells", "outputs", "mixed", "start")
 INT8_TARGETS: Final = {"decode b1 @512": 32.0, "decode b8 @256": 140.0, "decode b32 @256": 260.0}
 EAGER: Final = PeerKind("transformers eager", "hf")
 HF_LAYERS: Final = "ours by transformers' layers, in process"
@@ -40,12 +39,6 @@ async def run(options: argparse.Namespace) -> Record:
     if "start" in options.only:
         rows.append(await parts.starting(Path(folder), settings(cells, options.threads), 1 if quick else 3))
         record.put("parts", rows)
-    if "bookkeeping" in options.only:
-        found = await parts.slopes(parts.QUICK_SIZES if quick else parts.SIZES, 8 if quick else 200)
-        rows += found
-        most = max(each["measured"] for each in found)
-        standing = target(parts.BOOKKEEPING, most, parts.SLOPE_TARGET_US, least=False, unit=" µs")
-        record.put("parts", rows, targets=[standing])
     if "outputs" in options.only:
         async with parts.with_adapters(folder, cells, options.threads, here.spec) as inside:
             asked = await parts.outputs(inside, cells, options.rounds, options.round_seconds / 4)

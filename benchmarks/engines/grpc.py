@@ -55,14 +55,12 @@ class Executor:
 
 
 @asynccontextmanager
-async def executor(
-    model: str, chosen: Mapping[str, Any], *, program: Sequence[str] = PROGRAM, root: Path = ROOT
-) -> AsyncIterator[Executor]:
+async def executor(model: str, chosen: Mapping[str, Any], *, root: Path = ROOT) -> AsyncIterator[Executor]:
     """Start a server of the checkout ``root``, with settings as flags, on a free port unless one is chosen; wait until
     its model is loaded, `TIMEOUT_S` at most."""
     flags = {"grace-s": 0, "log-format": "json"} | ({} if "host" in chosen else {"port": 0}) | dict(chosen)
     written = [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    starting = served(*program, "serve", model, *written, "--no-warmup", root=root)
+    starting = served(*PROGRAM, "serve", model, *written, "--no-warmup", root=root)
     async with starting as server, open_channel(server.target, None) as channel:
         stub = model_executor_pb2_grpc.ModelExecutorStub(channel)
         until = time.monotonic() + TIMEOUT_S
@@ -114,10 +112,10 @@ class Calls(Way):
         self._vocab_size = vocab_size
         self._last: tuple[Any, Any] = (None, None)
 
-    def item(self, sequence: int, token: int, back: int | None = None, **more: Any) -> forward_pb2.ForwardItem:
+    def item(self, sequence: int, token: int, back: int | None = None) -> forward_pb2.ForwardItem:
         """The next decode of a sequence, rolled back to ``back`` tokens first if that is set."""
         return forward_pb2.ForwardItem(
-            handle=self.handles[sequence], token_ids=[token], truncate_to=back, request_id=uuid.uuid4().hex, **more
+            handle=self.handles[sequence], token_ids=[token], truncate_to=back, request_id=uuid.uuid4().hex
         )
 
     async def prepare(self, cell: Cell) -> None:

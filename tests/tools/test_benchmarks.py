@@ -1,6 +1,5 @@
 """Every benchmark without a file of its own here: its quick run, and how its figures are made of what it took."""
 
-import re
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -8,43 +7,31 @@ import numpy as np
 import pytest
 
 from benchmarks import (
-    collectives,
     grammars,
     memory,
     quantized,
     streams,
+    transfer,
     trips,
 )
-from benchmarks.cases import CONTEXT, DECODE, SHAPES, Cell, with_words, write_checkpoint
+from benchmarks.cases import DECODE, SHAPES, Cell, with_words, write_checkpoint
 from benchmarks.engines.grpc import Client
 from benchmarks.engines.inprocess import Inside
-from benchmarks.machine import ROOT
-from benchmarks.profile import timelines
 from benchmarks.streams import Round
 from benchmarks.table import bound_of, rows_of
 from ferrum_rpc.building import model_folder
-from ferrum_rpc.distributed import shared_memory
 from ferrum_rpc.models.native_linear import NibbleFactory
 from ferrum_rpc.scheduler.counts import RunCounts
 from ferrum_rpc.scheduler.request import Request
 from tests.quantized.gguf_files import write_model
 from tests.support.harness import made_or_skip
 
-# --- the profile ------------------------------------------------------------------------------------------------------
+# --- cases -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_larger_batch_begins_with_the_prompts_of_a_smaller_one():
-    small, large = (Cell(DECODE, batch, CONTEXT).prompts(264) for batch in (3, 8))
+    small, large = (Cell(DECODE, batch, 256).prompts(264) for batch in (3, 8))
     assert np.array_equal(large[:3], small) and not np.array_equal(large[0], large[1])
-
-
-def test_the_stages_of_a_step_add_up_to_the_whole():
-    client = [[("client: build", 1000), ("wire: request", 3000), ("client: parse", 9000), ("end", 10_000)]]
-    server = [("server: admit", 500), ("server: admit", 4000), ("reserve", 5000), ("reserve", 6000), ("other", 11_000)]
-    (stages,) = timelines(client, server)
-    own, between = {"client: build": 2.0, "client: parse": 1.0}, {"server: admit": 1.0, "reserve": 4.0}
-    assert stages == own | between | {"wire: request": 1.0}
-    assert sum(stages.values()) == 9.0
 
 
 # --- streams, trips ---------------------------------------------------------------------------------------------------
@@ -164,7 +151,7 @@ def test_ratios_of_grammars_are_of_the_same_round():
     assert found["ratio"] == {"median": 1.5, "low": 1.0, "high": 2.0} and found["by a grammar, ms"] == 4.0
 
 
-# --- the cache, memory, ranks, launches -------------------------------------------------------------------------------
+# --- the cache, memory, ranks -----------------------------------------------------------------------------------------
 
 
 def test_the_divergence_of_answers_is_that_of_its_definition():
@@ -209,12 +196,14 @@ def test_every_part_of_a_plan_is_measured(tmp_path):
     assert all(each["planned, MiB"] > 0 for each in found)
 
 
-def test_collectives_measure_every_side_at_every_size(quick_run):
-    if reason := shared_memory.available():
-        pytest.skip(f"no shared memory: {reason}")
-    rows = rows_of(quick_run(collectives, "--rounds", "1")["tables"]["sums"])
-    assert len(rows) == len(collectives.ROWS) * len(collectives.DTYPES)
-    assert all(row[f"{side}, µs"]["median"] > 0 for row in rows for side in collectives.CALLS)
+def test_a_sequence_is_moved_at_every_size_by_every_engine(quick_run):
+    rows = rows_of(quick_run(transfer, "--rounds", "1")["tables"]["moves"])
+    assert [(each["cache"], each["engine"]) for each in rows] == [
+        (shape, engine) for shape in transfer.SHAPES for engine in transfer.ENGINES
+    ]
+    small, *_, large = rows
+    assert small["moved in, ms"] > 0 and small["MB"] < large["MB"] == round(64 * 28 * 2 * 8 * 128 * 4 / 1e6, 1)
+    assert all(each["during a move"] > 0 and each["decode p99, ms"] > 0 for each in rows)
 
 
 async def test_callers_of_a_server_compute_what_one_does(tmp_path, forked_servers):
@@ -230,20 +219,3 @@ async def test_callers_of_a_server_compute_what_one_does(tmp_path, forked_server
             rounds.append(await player.round(cell, 0, 3))
     assert len(rounds[0].last) == 4 and all(each.last == rounds[0].last for each in rounds)
     assert all(len(each.step_s) == 3 and min(each.step_s) > 0 for each in rounds)
-
-
-def test_launches_per_layer_are_those_of_the_docs(monkeypatch):
-    """Of a model of few layers: the count is that of each."""
-    pytest.importorskip("triton")
-    from benchmarks import launches
-
-    monkeypatch.setattr(launches, "WARM", 2)
-    monkeypatch.setitem(launches.SHAPES, "qwen3-8b", launches.SHAPES["qwen3-8b"] | {"num_hidden_layers": 4})
-    found = launches.measure([2], context=24, steps=2, rounds=1)
-    once = dict.fromkeys(("heads_kernel", "attend_kernel", "merge_kernel", "gate_kernel"), 1)
-    assert found["per_layer"] == {"mm": 4, "add_norm_kernel": 2} | once
-    ways = {name.partition(", ")[2] for name in found["host"]}
-    each = {f"{way}{kind}" for way in ("eager", "replayed") for kind in ("", ", runs", ", runs that follow")}
-    assert ways == each and all(times["begin_us"] > 0 for times in found["host"].values())
-    told = re.search(r"(\d+)\s+launches per layer", (ROOT / "docs" / "kernels.md").read_text())
-    assert told is not None and int(told[1]) == sum(found["per_layer"].values())

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from benchmarks import prefix
 from benchmarks.cases import DECODE, PREFILL, SHAPES, Cell
 from benchmarks.limits import roof
-from benchmarks.prefix import OFF, ON, QUICK_SIZES, Books, Taken, book_figures, crowd, crowd_rows
+from benchmarks.prefix import OFF, ON, Taken, crowd, crowd_rows
 from benchmarks.table import bound_of
 from ferrum_rpc.client import ExecutorClient
 from ferrum_rpc.models.spec import ModelSpec
@@ -72,19 +72,6 @@ async def test_a_miss_is_set_beside_the_same_step_without_the_cache():
     assert status.blocks.used == 0
 
 
-def test_every_block_that_the_books_begin_takes_the_place_of_a_cached_one():
-    side = Books(size := QUICK_SIZES[0])
-    rounds = [side.round() for _ in range(3)]
-    state = side._manager.state()
-    side._manager.check()
-    assert state.blocks_evicted >= 20 and state.total_blocks - state.free_blocks == size.live
-    slow = [[2 * each for each in found] for found in rounds]
-    found = book_figures(size, slow, rounds)
-    assert found["in the first"] == 2 and found["longest, ms"] >= found["a step, ms"] > 0
-    [told] = prefix.share([found | {"a step, ms": 2.0}], {f"{ON}, ms": {"median": 100.0}})
-    assert told["of a decode step"] == 0.02
-
-
 def test_a_peer_that_is_not_installed_is_left_out_and_nothing_is_installed(tmp_path, monkeypatch):
     monkeypatch.setattr(prefix.peers, "ENVIRONMENTS", tmp_path)
     left_out: dict[str, str] = {}
@@ -92,10 +79,3 @@ def test_a_peer_that_is_not_installed_is_left_out_and_nothing_is_installed(tmp_p
     asyncio.run(prefix.beside(here, (None, 0), prefix.SEEN))  # type: ignore[arg-type]
     assert set(left_out) == set(prefix.PEER_NAMES)
     assert not list(tmp_path.iterdir())
-
-
-def test_targets_of_the_books_are_of_the_rows():
-    miss = {f"{ON}, ms": {"median": 100.0}}
-    slow = [[[each] * 32] for each in (0.001, 0.002)]
-    sizes = [book_figures(size, steps, slow[0]) for size, steps in zip(QUICK_SIZES, slow, strict=True)]
-    assert [each["target"]["value"] for each in prefix.share(sizes, miss)] == [0.02, 0.02]

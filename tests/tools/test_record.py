@@ -18,8 +18,6 @@ COMMAND = re.compile(r"python3? -m benchmarks ([a-z]\w*)((?: [^`#\n|()]+)?)")
 
 
 def module(name):
-    if name == "launches":
-        pytest.importorskip("triton")
     return importlib.import_module(f"benchmarks.{name}")
 
 
