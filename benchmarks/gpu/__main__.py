@@ -11,9 +11,9 @@ import sys
 from typing import Final
 
 PROGRAMS: Final = {
-    **dict.fromkeys(("machine", "imports", "compiler"), "environment"),
     **dict.fromkeys(("pool", "equal", "one", "races"), "steady"),
-    **{"kernels": "kernel_times", "states": "kernel_times", "serving": "serving", "attend": "check"},
+    **dict.fromkeys(("kernels", "states"), "kernel_times"),
+    **{"machine": "check", "serving": "serving"},
 }
 """By name, the module whose function of that name it is; such a function gives an exit status, or None."""
 

@@ -1,6 +1,6 @@
 """Faults of a server on a CUDA device: what its callers and its operator see, and that nothing stays behind.
 
-First light rehearses them on a CPU with ``FIRST_LIGHT_REHEARSAL=1``.
+With ``FIRST_LIGHT_REHEARSAL=1`` they are rehearsed on a CPU.
 """
 
 from __future__ import annotations

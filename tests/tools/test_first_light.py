@@ -1,4 +1,4 @@
-"""First light as a program: order, limits, resumption, exit status. Some of its steps are rehearsed on a CPU."""
+"""First light as a program: order, limits, exit status. Some of its steps are rehearsed on a CPU."""
 
 import json
 import subprocess
@@ -7,24 +7,13 @@ import time
 
 import pytest
 
-from benchmarks.gpu import first_light
 from benchmarks.gpu.__main__ import PROGRAMS
-from benchmarks.gpu.first_light import ROOT, STEPS, LightStep, fingerprint, main, read_figures
+from benchmarks.gpu.first_light import ROOT, STEPS, LightStep, main, read_figures
 from tests.support.process import runs
 from tools.wheels import GPU_MACHINE_HAS, gpu_requirements, needed
 
 PASSES = "print('fine')"
 FAILS = "print('broken'); raise SystemExit(3)"
-
-
-@pytest.fixture(autouse=True)
-def a_small_tree(monkeypatch, tmp_path):
-    """Whose fingerprint takes no time."""
-    tree = tmp_path / "tree"
-    (tree / "tests").mkdir(parents=True)
-    (tree / "tests" / "a.py").write_text("1")
-    monkeypatch.setattr(first_light, "fingerprint", lambda _: fingerprint(tree))
-    return tree
 
 
 def step(name, program, limit_s=20.0, **more):
@@ -48,25 +37,20 @@ def test_steps_run_in_their_order_and_are_recorded(tmp_path):
     status, found = run(tmp_path, step("1.a", PASSES), step("2.b", lines), step("5.c", PASSES))
     assert status == 0 and list(found) == ["1.a", "2.b", "5.c"] and set(statuses(found).values()) == {"passed"}
     assert found["2.b"]["figures"] == {"ms": 2.5} and found["2.b"]["tail"].endswith("in the end\n")
-    assert {"group", "what", "command", "began", "seconds", "exit", "tail", "tree", "status"} <= set(found["1.a"])
+    assert {"group", "what", "command", "began", "seconds", "exit", "tail", "commit", "status"} <= set(found["1.a"])
 
 
 @pytest.mark.parametrize(
-    ("failing", "arguments", "expected", "later"),
-    [
-        ("1.a", "", 11, "not run"),
-        ("3.b", "", 13, "not run"),
-        ("3.b", "--go-on", 13, "passed"),
-        ("4.c", "", 14, "passed"),
-    ],
+    ("failing", "expected", "later"), [("1.a", 11, None), ("3.b", 13, None), ("4.c", 14, "passed")]
 )
-def test_a_failure_up_to_group_3_ends_the_run_before_4(tmp_path, failing, arguments, expected, later):
+def test_a_failure_up_to_group_3_ends_the_run_before_4(tmp_path, failing, expected, later):
     names = "1.a", "3.b", "4.c", "5.d"
     steps = [step(name, FAILS if name == failing else PASSES) for name in names]
-    status, found = run(tmp_path, *steps, arguments=arguments)
-    assert status == expected and found["5.d"]["status"] == later
+    status, found = run(tmp_path, *steps)
+    assert status == expected and found.get("5.d", {}).get("status") == later
     assert found[failing]["status"] == "failed" and found[failing]["exit"] == 3 and "broken" in found[failing]["tail"]
-    assert found["3.b"]["status"] != "not run", "all that tell of the kernels are run"
+    assert "3.b" in found, "all that tell of the kernels are run"
+    assert run(tmp_path, *steps, arguments="--only 5")[1]["5.d"]["status"] == "passed"
 
 
 def test_nothing_is_run_where_the_first_step_fails(tmp_path):
@@ -81,53 +65,10 @@ def test_a_step_beyond_its_limit_is_ended_with_what_it_started(tmp_path):
     began = time.monotonic()
     status, found = run(tmp_path, step("2.slow", child, 1.5), step("3.b", PASSES), step("4.c", PASSES))
     assert time.monotonic() - began < 15 and status == 12
-    assert statuses(found) == {"2.slow": "timed out", "3.b": "passed", "4.c": "not run"}
+    assert statuses(found) == {"2.slow": "timed out", "3.b": "passed"}
     tail = found["2.slow"]["tail"]
     assert tail.startswith("working") and found["2.slow"]["why"] == "longer than 1.5 s"
     assert not runs(int(tail.split()[-1]))
-
-
-def test_a_call_that_has_no_time_left_leaves_steps_for_the_next(tmp_path, monkeypatch):
-    monkeypatch.setattr(first_light, "LEAST_S", 0.5)
-    steps = step("1.a", PASSES), step("4.b", "import time; time.sleep(30)"), step("5.c", PASSES)
-    status, found = run(tmp_path, *steps, arguments="--within 2")
-    assert status == 0 and statuses(found) == {"1.a": "passed", "4.b": "not run"}
-    steps = steps[0], step("4.b", PASSES), steps[2]
-    assert statuses(run(tmp_path, *steps)[1]) == dict.fromkeys(("1.a", "4.b", "5.c"), "passed")
-
-
-def test_what_has_passed_with_this_tree_is_not_run_again(tmp_path, a_small_tree):
-    counted = tmp_path / "count"
-    program = f"open({str(counted)!r}, 'a').write('x')"
-    steps = step("1.a", program), step("2.b", FAILS)
-
-    def count():
-        return len(counted.read_text())
-
-    assert run(tmp_path, *steps)[0] == 12 and count() == 1
-    assert run(tmp_path, *steps)[0] == 12 and count() == 1
-    assert run(tmp_path, *steps, arguments="--only 1")[0] == 0 and count() == 1
-    assert run(tmp_path, *steps, arguments="--only 1.a --again")[0] == 0 and count() == 2
-    (a_small_tree / "tests" / "a.py").write_text("2")
-    _, found = run(tmp_path, *steps, arguments="--only 1")
-    assert count() == 3 and found["2.b"]["status"] == "failed", "what was found of others stays"
-
-
-def test_results_of_several_calls_are_one_file(tmp_path):
-    steps = step("1.a", PASSES), step("2.b", PASSES)
-    run(tmp_path, *steps, arguments="--only 1")
-    other = tmp_path / "out" / "all.json"
-    run(tmp_path, *steps, arguments=f"--only 2 --out {other}")
-    assert list(json.loads(other.read_text())["steps"]) == ["1.a", "2.b"]
-
-
-def test_a_failure_of_an_earlier_call_stops_later_groups_until_the_tree_changes(tmp_path, a_small_tree):
-    steps = step("2.a", FAILS), step("5.b", PASSES)
-    run(tmp_path, *steps, arguments="--only 2")
-    status, found = run(tmp_path, *steps, arguments="--only 5")
-    assert status == 0 and found["5.b"]["status"] == "not run" and "2.a failed" in found["5.b"]["why"]
-    (a_small_tree / "tests" / "a.py").write_text("mended")
-    assert run(tmp_path, *steps, arguments="--only 5")[1]["5.b"]["status"] == "passed"
 
 
 def test_a_tool_that_is_absent_is_never_a_pass(tmp_path):
@@ -141,13 +82,11 @@ def test_a_tool_that_is_absent_is_never_a_pass(tmp_path):
     assert "no-such-sanitizer is not on this machine" in found["3.memcheck"]["why"]
 
 
-def test_a_rehearsal_is_no_result(tmp_path):
-    says = "import os, sys; print(sys.argv[1:], os.environ.get('FIRST_LIGHT_REHEARSAL'))"
-    steps = step("1.a", says, rehearsal=("--tiny",)), step("3.b", FAILS)
-    status, found = run(tmp_path, *steps, arguments="--rehearse")
-    assert status == 0 and "['--tiny'] 1" in found["1.a"]["tail"] and found["3.b"]["status"] == "not here"
-    status, found = run(tmp_path, *steps)
-    assert status == 13 and "[] None" in found["1.a"]["tail"]
+def test_what_an_earlier_call_found_of_other_steps_stays(tmp_path):
+    steps = step("1.a", PASSES), step("2.b", FAILS), step("5.c", PASSES)
+    assert run(tmp_path, *steps, arguments="--only 1,2")[0] == 12
+    status, found = run(tmp_path, *steps, arguments="--only 5.c")
+    assert status == 0 and statuses(found) == {"1.a": "passed", "2.b": "failed", "5.c": "passed"}
 
 
 def test_pytest_is_counted():
@@ -175,13 +114,16 @@ def test_the_program_needs_the_standard_library_alone():
 
 def test_groups_are_in_order_and_no_command_outlasts_ten_minutes():
     groups = [each.group for each in STEPS]
-    assert groups == sorted(groups) and set(groups) == set(range(1, 8))
+    assert groups == sorted(groups) and set(groups) == set(range(1, 7))
     assert all(each.limit_s < 600 for each in STEPS) and STEPS[0].first
     assert [each.name for each in STEPS if each.group == 4][-1] == "4.memory", "which fills the device"
     named = [part for each in STEPS for part in each.command if part.startswith("tests/")]
     assert named and all((ROOT / part.partition("::")[0]).exists() for part in named)
-    programs = {each.command[3] for each in STEPS if each.command[2:3] == ("benchmarks.gpu",)} - {"--only"}
-    assert programs == {*PROGRAMS} - {"one", "attend"}
+    programs = {each.command[3] for each in STEPS if each.command[2:3] == ("benchmarks.gpu",)} - {
+        "--figures",
+        "--model",
+    }
+    assert programs == {*PROGRAMS} - {"one"}
 
 
 def test_a_failed_capture_and_a_full_device_are_tried_alone_and_no_suite_is_left_out():
@@ -207,11 +149,10 @@ def test_a_machine_without_cuda_is_said_clearly_and_ends_the_run(tmp_path):
 
 
 def test_programs_of_steps_run_small_on_a_cpu(capsys):
-    """In this process. The rest takes minutes: `python3 -m benchmarks.gpu first-light --rehearse --go-on`."""
+    """In this process."""
     pytest.importorskip("triton")
-    from benchmarks.gpu import environment, kernel_times, steady
+    from benchmarks.gpu import kernel_times, steady
 
-    assert environment.compiler(rehearse=True) == 0
     assert steady.pool(rehearse=True) == steady.equal(rehearse=True) == 0
     figures = [json.loads(line[8:]) for line in capsys.readouterr().out.splitlines() if line.startswith("FIGURES")]
     assert figures[0]["differ"] == 0 and len(figures[1]["differ"]) == 12
