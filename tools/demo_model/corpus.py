@@ -124,12 +124,6 @@ def _chapters(text: str) -> list[str]:
     return [_unwrap(text[a:b]) for a, b in zip(starts, [*starts[1:], len(text)], strict=True)]
 
 
-def split_words(text: str) -> list[str]:
-    """Whitespace-separated words, lower-cased, without the punctuation around them; `--` separates too."""
-    words = (word.strip(".,;:!?'\"()[]-*").lower() for word in text.replace("--", " ").split())
-    return [word for word in words if word]
-
-
 def load(cache: Path) -> Corpus:
     """Fetch what is missing, read every source, split by chapter. The order of documents is fixed."""
     cache.mkdir(parents=True, exist_ok=True)
