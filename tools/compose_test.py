@@ -4,7 +4,7 @@
 scheduler job runs through, the root filesystem refuses writes, no process has a capability, SIGTERM ends with status 0,
 nothing is left behind. Before the stack is asked, the same questions go to a container that has none of this: a probe
 that finds nothing wrong there proves nothing. A second job has a second executor for its prompts, a third one three
-executors, of which one is killed while they write.
+executors.
 
 Without a Docker engine it says SKIPPED and why, with exit status 0. A failed check is exit status 1.
 
@@ -19,16 +19,13 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-from tools.commands import ROOT, Failed, indent, run, tail
+from tools.commands import Failed, indent, run, tail
 from tools.wheels import collect_wheels
 
 PROJECT = "ferrum-compose-test"
@@ -81,18 +78,6 @@ def loads(folder):
 
 print(json.dumps({"cache": loads(os.environ["TRITON_CACHE_DIR"]), "/tmp": loads("/tmp")}))
 """
-HAS_BEGUN = r"""
-import time
-from ferrum_rpc.client.sync import ExecutorClient
-
-with ExecutorClient("127.0.0.1:50051", lease=None) as client:
-    before = client.status().counters.tokens
-    print("watching")
-    while client.status().counters.tokens < before + 100:
-        time.sleep(0.01)
-    print("begun")
-"""
-"""Says when an executor has computed some tokens of its texts. It watches before the job starts, which may be short."""
 CHAT = r"""
 import json, sys, time, urllib.error, urllib.request
 
@@ -114,7 +99,6 @@ chat = {"model": model["id"], "messages": [message], "max_tokens": 12, "temperat
 print(json.dumps({"answers": [ask("/v1/chat/completions", chat) for _ in range(4)]}))
 """
 """Chats through the router, as any OpenAI client sends them, repeated on 502 and 503: a worker has just gone."""
-FLEET = ("fleet-1", "fleet-2", "fleet-3")
 NO_KERNELS = "kernels=none"
 """What an executor chose whose image was built without a C compiler."""
 NO_CAPABILITIES = "0" * 16
@@ -150,12 +134,6 @@ def findings(output: str) -> dict[str, Any]:
     return found
 
 
-def _end_session(process: subprocess.Popen[str]) -> None:
-    """End a process and what it started: `docker compose` runs in a child of `docker`, which has the pipe too."""
-    with contextlib.suppress(ProcessLookupError):  # it has ended by itself
-        os.killpg(process.pid, signal.SIGTERM)
-
-
 def _served(output: str) -> str:
     """What a job of the scheduler did by the end of its output, which is shown; all requests are served."""
     print(tail(output, 30))
@@ -180,12 +158,6 @@ def obstacle() -> str | None:
     return None
 
 
-def _compose(on_top: Sequence[str | Path] = ()) -> list[str]:
-    """`docker compose` on the project of this run. ``on_top``: override files."""
-    files = ["docker-compose.yml", *map(str, on_top)]
-    return ["docker", "compose", "--project-name", PROJECT, *(part for file in files for part in ("-f", file))]
-
-
 class Stack:
     """The compose project of this run, and the checks on it."""
 
@@ -195,9 +167,10 @@ class Stack:
         self.env.pop("COMPOSE_PROFILES", None)
         self.has_kernels = False
 
-    def compose(self, *arguments: str, timeout: float = 120, on_top: Sequence[str | Path] = ()) -> str:
+    def compose(self, *arguments: str, timeout: float = 120, on_top: Sequence[str] = ()) -> str:
         """Run `docker compose` on the project. ``on_top``: override files."""
-        return run([*_compose(on_top), *arguments], env=self.env, timeout=timeout)
+        files = [part for file in ("docker-compose.yml", *on_top) for part in ("-f", file)]
+        return run(["docker", "compose", "--project-name", PROJECT, *files, *arguments], env=self.env, timeout=timeout)
 
     def inspect(self) -> dict[str, Any]:
         """The executor's container, as the engine sees it."""
@@ -237,37 +210,11 @@ class Stack:
         return f"healthy by its own `{health}`, {'with' if self.has_kernels else 'without'} C kernels"
 
     def job(self, service: str = "scheduler") -> str:
-        """Run the scheduler to its end against the executor."""
+        """Run a scheduler's job to its end; the executors that it needs are started with it."""
         output = self.compose("run", "--rm", "--no-TTY", service, timeout=300)
         moved = re.search(r"^moves +(\d+) sequences", output, re.MULTILINE)
         require((moved is not None) == (service == "disaggregated"), "sequences move where there is a second executor")
         return f"exit 0, {_served(output)}" + (f", {moved[1]} moves" if moved else "")
-
-    def fleet(self) -> str:
-        """Three executors behind one name, of which one is killed in the middle: every text is written."""
-        self._up(*FLEET)
-        watch = [*_compose(), "exec", "-T", FLEET[1], "python", "-uc", HAS_BEGUN]
-        with (
-            subprocess.Popen(
-                watch, cwd=ROOT, env=self.env, stdout=subprocess.PIPE, text=True, start_new_session=True
-            ) as watching,
-            ThreadPoolExecutor(1) as threads,
-        ):
-            assert watching.stdout is not None
-            require(watching.stdout.readline() == "watching\n", f"{FLEET[1]} cannot be watched")
-            running = threads.submit(self.compose, "run", "--rm", "--no-TTY", "fleet", timeout=300)
-            running.add_done_callback(lambda _: _end_session(watching))
-            begun = watching.stdout.readline()
-            self.compose("kill", "--signal", "SIGKILL", FLEET[1])
-            output = running.result()
-        done = _served(output)
-        require(begun == "begun\n", f"{FLEET[1]} had no part in the job")
-        lost = re.search(r"^lost executors +(\d+)$", output, re.MULTILINE)
-        rebuilt = re.search(r"^rebuilt sequences +(\d+)$", output, re.MULTILINE)
-        require(lost is not None and lost[1] == "1", "one executor is killed in the middle of the job")
-        require(rebuilt is not None and rebuilt[1] != "0", "what it had is computed elsewhere")
-        self.compose("stop", *FLEET)
-        return f"one of {len(FLEET)} killed, {rebuilt[1] if rebuilt else 0} rebuilt, {done}"
 
     def _info(self, service: str) -> dict[str, Any]:
         """What an executor reports of itself."""
@@ -379,7 +326,7 @@ def main() -> int:
         ("up", stack.up),
         ("job", stack.job),
         ("disaggregated", lambda: stack.job("disaggregated")),
-        ("fleet", stack.fleet),
+        ("fleet", lambda: stack.job("fleet")),
         ("openai", stack.openai),
         ("containers", stack.containers_are_closed),
         ("stop", stack.stop),

@@ -19,7 +19,7 @@ from ferrum_rpc.cli import build_parser
 from ferrum_rpc.config import ENV_PREFIX, SETTINGS, load_settings
 from tests.tools.running import ran, yaml
 from tools.commands import ROOT, Failed
-from tools.compose_test import FLEET, _served
+from tools.compose_test import _served
 from tools.wheels import collect_wheels, lists, normal
 
 FILES = ("Dockerfile", ".dockerignore", "docker-compose.yml", "docker-compose.gpu.yml")
@@ -95,7 +95,7 @@ def test_every_variable_of_the_executor_is_one_of_its_settings(name):
     [
         ("scheduler", ["executor"], ["executor:50051"]),
         ("disaggregated", ["executor", "prefill"], ["executor:50051", "prefill:50051"]),
-        ("fleet", FLEET, ["dns:///executors:50051"]),
+        ("fleet", ["fleet-1", "fleet-2", "fleet-3"], ["dns:///executors:50051"]),
     ],
 )
 def test_a_job_is_a_command_line_of_the_scheduler_and_waits_for_its_executors(name, executors, targets):
