@@ -9,6 +9,7 @@ attention and recurrence are callbacks.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, NamedTuple
@@ -91,9 +92,7 @@ class Decoder:
     A tied head in panels is the embedding too: look-ups read the panels.
     """
 
-    waits = False
-    sinks = ()
-    """No family here has any."""
+    sinks: Sequence[Tensor | None] = ()
 
     def __init__(
         self,
@@ -209,7 +208,8 @@ class Decoder:
         elif module in self._apart:
             weight, mixer = self._parameters.pop(f"{module}.weight"), self._apart[module].mixer
             if module.endswith("router"):
-                self._routers[module] = ExpertRouter(weight, self._linear)
+                bias = self._parameters.pop(f"{module}.bias", None)
+                self._routers[module] = ExpertRouter(weight, self._linear, bias)
             else:
                 assert isinstance(mixer, LatentAttention)  # noqa: S101 - no other mixer has such a matrix
                 self._lifts[module] = LatentLifts(mixer, weight, of_own(self._linear))
@@ -258,7 +258,7 @@ class Decoder:
     def _assemble(self) -> Loaded:
         parameters, linears = self._parameters, self._linears
         made: dict[LayerSpec, FusedOps] = {self.spec.layers[0]: self._ops}
-        layers, slot = list[Layer](), 0
+        layers, slot, sinks = list[Layer](), 0, list[Tensor | None]()
         for index, spec in enumerate(self.spec.layers):
             for each in (spec, *spec.rotated()):
                 if each not in made:
@@ -267,6 +267,8 @@ class Decoder:
             products = tuple(linears[prefix + matrix.role] for matrix in spec.matrices())
             norms = {norm.role: parameters[prefix + norm.role] for norm in spec.norms()}
             floats = {each.role: parameters.pop(prefix + each.role) for each in spec.floats()}  # some are copied
+            if not isinstance(spec.mixer, Recurrent):
+                sinks.append(floats.pop("sinks", None))
             recurrent = latent = experts = None
             if isinstance(spec.mixer, Recurrent):
                 recurrent = RecurrentWeights.of(**floats)
@@ -296,6 +298,7 @@ class Decoder:
                 )
             )
             slot += len(products)
+        self.sinks = sinks if any(each.sinks for each in self.attention_specs) else ()
         assembled = assemble(layers, self._group)
         return Loaded(self._embedding, assembled, parameters.get("norm"), linears.get("head"))
 
@@ -323,6 +326,11 @@ class Decoder:
         """Only the native products and row operations give this."""
         loaded = self._loaded
         return loaded is not None and loaded.layers.rowwise and (self._loras is None or self._loras.rowwise)
+
+    @property
+    def waits(self) -> bool:
+        """Experts do: the host must know how many rows each has."""
+        return any(isinstance(layer.mlp, Experts) for layer in self.spec.layers)
 
     @property
     def native(self) -> bool:

@@ -1,22 +1,31 @@
-"""Experts in a ``config.json``: those of DeepSeek V2 and V3, of Qwen3-Next, and of Qwen3.5."""
+"""Experts in a ``config.json``: those of DeepSeek V2 and V3, of Qwen3, Qwen3-Next and Qwen3.5, and of gpt-oss."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ferrum_rpc.errors import InvalidRequest, NotSupported, counted
-from ferrum_rpc.models.families import DeepSeekExperts, QwenExperts
+from ferrum_rpc.models.families import DeepSeekExperts, GptOssExperts, QwenExperts
 from ferrum_rpc.models.fields import Fields
+from ferrum_rpc.models.parts.clamped import Clamped
 from ferrum_rpc.models.parts.experts import Experts, Routing
 
 MAX_EXPERTS = 4096
 """Of a layer: more is a broken file."""
 
 
+COUNTS = "num_experts", "num_local_experts"
+"""Names of how many there are: the classes of Qwen3 and gpt-oss in transformers read either, and write the second."""
+
+
 def read_experts(
-    config: Fields, family: DeepSeekExperts | QwenExperts, hidden: int, activation: str, layers: int
+    config: Fields, family: DeepSeekExperts | QwenExperts | GptOssExperts, hidden: int, activation: str, layers: int
 ) -> tuple[Experts | None, ...]:
     """Those of each layer; None: it is dense."""
     if isinstance(family, DeepSeekExperts):
         return _deepseek(config, family, hidden, activation, layers)
+    if isinstance(family, GptOssExperts):
+        return (_gpt_oss(config, family, hidden, activation),) * layers
     return _qwen(config, family, hidden, activation, layers)
 
 
@@ -34,16 +43,17 @@ def _deepseek(
 
 def _qwen(config: Fields, family: QwenExperts, hidden: int, activation: str, layers: int) -> tuple[Experts | None, ...]:
     """Every n-th layer has them, n being ``decoder_sparse_step``, but for those of ``mlp_only_layers``."""
-    count = config.integer("num_experts", family.count, low=int(family.fixed), high=MAX_EXPERTS)
+    names = COUNTS[:1] if family.beside else COUNTS
+    count = _count(config, names, family.count, low=int(family.fixed))
     chosen = config.integer("num_experts_per_tok", family.chosen)
-    inner, shared = (config.integer(f"{name}_intermediate_size", 512) for name in ("moe", "shared_expert"))
-    normed = family.fixed or config.flag("norm_topk_prob", True)
+    inner = config.integer("moe_intermediate_size", family.inner)
+    shared = config.integer("shared_expert_intermediate_size", 512) if family.beside else 0
+    normed = family.fixed or config.flag("norm_topk_prob", family.normed)
     step = 1 if family.fixed else config.integer("decoder_sparse_step", 1)
     dense = () if family.fixed else config.integers("mlp_only_layers") or ()
     if not count:
         return (None,) * layers
-    if chosen > count:
-        raise InvalidRequest(f"num_experts_per_tok {chosen} exceeds num_experts {count}", field="num_experts_per_tok")
+    _check_chosen(chosen, count)
     experts = Experts(
         hidden,
         inner,
@@ -52,9 +62,43 @@ def _qwen(config: Fields, family: QwenExperts, hidden: int, activation: str, lay
         shared,
         Routing("softmax", chosen, normed=normed),
         "mlp.shared_expert",
-        "mlp.shared_expert_gate",
+        "mlp.shared_expert_gate" if family.beside else None,
     )
     return tuple(None if (layer + 1) % step or layer in dense else experts for layer in range(layers))
+
+
+def _gpt_oss(config: Fields, family: GptOssExperts, hidden: int, activation: str) -> Experts:
+    if activation != "silu":  # transformers does not read it
+        raise NotSupported(f"hidden_act must be silu, not {activation}", field="hidden_act")
+    count = _count(config, COUNTS, family.count)
+    chosen = config.integer("num_experts_per_tok", family.chosen)
+    _check_chosen(chosen, count)
+    gate = Clamped(config.number("swiglu_limit", family.gate.limit), config.number("swiglu_alpha", family.gate.slope))
+    return Experts(
+        hidden,
+        config.integer("intermediate_size", family.inner),
+        gate,
+        count,
+        0,
+        Routing("softmax", chosen, normed=True),
+        router_name="mlp.router",
+        names=("gate_up_proj",),
+        bias=True,
+    )
+
+
+def _count(config: Fields, names: Sequence[str], default: int, low: int = 1) -> int:
+    """How many experts there are, under any of these names."""
+    found = {name: config.integer(name, low=low, high=MAX_EXPERTS) for name in names if config.value(name) is not None}
+    if len({*found.values()}) > 1:
+        said = " and ".join(f"{name} {count}" for name, count in found.items())
+        raise InvalidRequest(f"{said} differ", field=names[0])
+    return next(iter(found.values()), default)
+
+
+def _check_chosen(chosen: int, count: int) -> None:
+    if chosen > count:
+        raise InvalidRequest(f"num_experts_per_tok {chosen} exceeds num_experts {count}", field="num_experts_per_tok")
 
 
 def _routing(config: Fields, family: DeepSeekExperts, count: int) -> Routing:

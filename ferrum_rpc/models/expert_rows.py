@@ -1,9 +1,9 @@
 """Experts: which of them compute a row, and the sum of their answers.
 
 Rows are sorted by expert, so that each multiplies its rows at once. A row's answers are added in the order of its
-experts, in float32 (or wider), and rounded once with the part that computes every row. Sums and products are operations
-of their own, and no function of torch is used whose bits depend on a number's place in a tensor. So a row's bits do not
-depend on its neighbours where products do not.
+experts, in float32 (or wider), and rounded once, with the part that computes every row if there is one. Sums and
+products are operations of their own, and no function of torch is used whose bits depend on a number's place in a
+tensor. So a row's bits do not depend on its neighbours where products do not.
 """
 
 from __future__ import annotations
@@ -22,23 +22,25 @@ from ferrum_rpc.models.parts.experts import Experts, Routing
 
 class ExpertRouter:
     """Scores of experts before they are normed, and the gate of the part that computes every row before its sigmoid,
-    if that has one. The ``weight`` [experts (+ 1), hidden] has the model's dtype, and its products are float32 (or
-    wider). ``factory``: that of the model's other matrices."""
+    if that has one. The ``weight`` [experts (+ 1), hidden] and the ``bias`` have the model's dtype, and products are
+    float32 (or wider). ``factory``: that of the model's other matrices."""
 
-    def __init__(self, weight: Tensor, factory: LinearFactory) -> None:
+    def __init__(self, weight: Tensor, factory: LinearFactory, bias: Tensor | None = None) -> None:
         self._product: NativeLinear | None = None
         if isinstance(factory, PanelFactory):
-            self._product = PairFactory(factory.space)(weight, None)
+            self._product = PairFactory(factory.space)(weight, bias)
         else:
-            self._weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            self._weight, self._bias = weight.to(wide), None if bias is None else bias.to(wide)
 
     @staticmethod
     def nbytes(part: Experts, factory: LinearFactory, dtype: torch.dtype) -> int:
         """Bytes that it holds."""
-        rows, width = part.router().shape
+        router = part.router()
+        rows, width = router.shape
         if isinstance(factory, PanelFactory):
-            return PairFactory.nbytes(rows, width, dtype)
-        return rows * width * max(4, dtype.itemsize)
+            return PairFactory.nbytes(rows, width, dtype, bias=router.bias)
+        return rows * (width + router.bias) * max(4, dtype.itemsize)
 
     @property
     def native(self) -> bool:
@@ -49,7 +51,7 @@ class ExpertRouter:
         """[T, experts (+ 1)] of ``rows`` [T, hidden]."""
         if self._product is not None:
             return self._product.exact(rows)
-        return F.linear(rows.to(self._weight.dtype), self._weight)
+        return F.linear(rows.to(self._weight.dtype), self._weight, self._bias)
 
 
 class ExpertRows:
@@ -73,8 +75,9 @@ class ExpertRows:
         """Whether a row's bits do not depend on its neighbours."""
         return self._router.native and all(isinstance(each, NativeLinear) for each in (*self._gate_ups, *self._downs))
 
-    def add(self, rows: Tensor, shared: Tensor, ops: FusedOps) -> Tensor:
-        """Their answers for ``rows`` [T, hidden], and ``shared`` [T, hidden], which every row has; the same shape."""
+    def add(self, rows: Tensor, shared: Tensor | None, ops: FusedOps) -> Tensor:
+        """Their answers for ``rows`` [T, hidden], and ``shared`` [T, hidden], which every row has, if there is such a
+        part; the same shape."""
         scores, gate = self._router(rows).tensor_split([len(self._downs)], 1)
         experts, weights = route(scores, self._routing, self._choice)
         chosen = experts.shape[1]
@@ -91,7 +94,8 @@ class ExpertRows:
         total = each[:, 0] * weights[:, :1]
         for place in range(1, chosen):
             total += each[:, place] * weights[:, place : place + 1]
-        total += shared * _sigmoid(gate) if self._gated else shared
+        if shared is not None:
+            total += shared * _sigmoid(gate) if self._gated else shared
         return total.to(rows.dtype)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from ferrum_rpc.models.fields import Fields
+from ferrum_rpc.models.parts.clamped import Clamped
 from ferrum_rpc.models.parts.layer import LayerSpec, Norm, NormNames
 
 ACTIVATIONS: Final = {
@@ -40,7 +41,8 @@ class Rotation:
     ``partial_rotary_factor``; None: whole heads are rotated. ``pairs``: neighbouring channels are a pair, not channels
     i and i + half. ``longrope``: that scaling (and no other) is supported, with ``original`` as the context before it.
     ``local``: the base of layers with a window, if they have their own rotation. ``dynamic``: that scaling is accepted,
-    which changes nothing within the context of the model. ``irrelevant``: keys of its section that change nothing."""
+    which changes nothing within the context of the model. ``section``: where a configuration has none.
+    ``irrelevant``: keys of its section that change nothing."""
 
     theta: float = 10_000.0
     partial: float | None = None
@@ -49,6 +51,7 @@ class Rotation:
     original: int | None = None
     local: float | None = None
     dynamic: bool = False
+    section: Mapping[str, object] = field(default_factory=dict)
     irrelevant: frozenset[str] = frozenset()
 
 
@@ -77,12 +80,29 @@ class DeepSeekExperts:
 
 @dataclass(frozen=True, slots=True)
 class QwenExperts:
-    """Experts beside a part whose answer has a gate. ``count`` and ``chosen``: the defaults of ``num_experts`` and
-    ``num_experts_per_tok``. ``fixed``: all layers have experts, whose weights are normed; else fields say so."""
+    """Experts, which may be ``beside`` a part that computes every row, and whose answer has a gate. ``count``,
+    ``chosen``, ``inner`` and ``normed``: the defaults of ``num_experts``, ``num_experts_per_tok``,
+    ``moe_intermediate_size`` and ``norm_topk_prob``. ``fixed``: all layers have experts, whose weights are normed; else
+    fields say so."""
 
     count: int
     chosen: int
+    inner: int = 512
+    normed: bool = True
+    beside: bool = True
     fixed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GptOssExperts:
+    """Experts in all layers, with biases and a clamped gate. These are defaults: ``count`` of ``num_local_experts``,
+    ``chosen`` of ``num_experts_per_tok``, ``inner`` of ``intermediate_size``, and those of ``gate`` of ``swiglu_limit``
+    and ``swiglu_alpha``."""
+
+    count: int
+    chosen: int
+    inner: int
+    gate: Clamped
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +112,12 @@ class Family:
     - ``qkv_bias`` and ``output_bias``: None means the field ``bias``, or ``biased`` if that is absent. ``mlp_bias``:
       the name of that field for the MLP.
     - ``windows``: "none"; "all" layers; all but every ``pattern``-th ("pattern"; ``pattern_field`` may name another);
-      with ``use_sliding_window``, those from ``max_window_layers`` on ("some") or those without a rotation ("no_rope").
+      with ``use_sliding_window``, all ("switched"), those from ``max_window_layers`` on ("some") or those without a
+      rotation ("no_rope").
       ``listed``: ``layer_types`` takes precedence. ``window``: the default of ``sliding_window``.
     - ``kv_heads``, ``head_dim``, ``inner``, ``tied``: the defaults of these fields; ``inner`` of ``intermediate_size``.
       ``kv_heads_listed``: the field that has the KV heads of each layer.
+    - ``sinks``: the tensor of a layer's attention sinks, if there are any.
     - ``norm``: without its ``eps``, which is the name of its field and the default. ``qk_norm``: of each head of query
       and key, or of the whole row.
     - ``activation``: as ``eps``; ``gelu_is_tanh``: its ``gelu`` means the tanh form. ``gated``: the MLP has a gate.
@@ -123,7 +145,7 @@ class Family:
     bias: str = "attention_bias"
     biased: bool = False
     mlp_bias: str | None = None
-    windows: Literal["none", "all", "some", "pattern", "no_rope"] = "none"
+    windows: Literal["none", "all", "switched", "some", "pattern", "no_rope"] = "none"
     listed: bool = True
     window: int | None = None
     pattern: int = 1
@@ -131,6 +153,7 @@ class Family:
     kv_heads: int | None = None
     kv_heads_listed: str | None = None
     head_dim: int | None = None
+    sinks: str | None = None
     inner: int | None = None
     tied: bool = False
     norm: Norm = field(default_factory=Norm)
@@ -143,7 +166,7 @@ class Family:
     no_rope: Literal["listed", "windowless"] | None = None
     recurrent: Literal["parts", "heads"] | None = None
     latent: Latent | None = None
-    experts: DeepSeekExperts | QwenExperts | None = None
+    experts: DeepSeekExperts | QwenExperts | GptOssExperts | None = None
     multipliers: bool = False
     scaled_embedding: bool = False
     query_scalar: float | None = None
@@ -339,6 +362,39 @@ FAMILIES: Final[dict[str, Family]] = {
             "use_parallel_block": (True,),
             "use_qk_norm": (False,),
         },
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        ("qwen3_moe",),
+        qk_norm="head",
+        windows="switched",
+        listed=False,
+        window=4096,
+        kv_heads=4,
+        inner=6144,
+        experts=QwenExperts(count=128, chosen=8, inner=768, normed=False, beside=False),
+        irrelevant=_OF_EXPERTS | {"max_window_layers"},
+    ),
+    "GptOssForCausalLM": Family(
+        ("gpt_oss",),
+        rotation=Rotation(
+            theta=150_000.0,
+            section={
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        ),
+        biased=True,
+        windows="pattern",
+        window=128,
+        pattern=2,
+        kv_heads=8,
+        head_dim=64,
+        sinks="self_attn.sinks",
+        eps=("rms_norm_eps", 1e-5),
+        experts=GptOssExperts(count=128, chosen=4, inner=2880, gate=Clamped(limit=7.0, slope=1.702)),
+        irrelevant=_OF_EXPERTS | {"experts_per_token", "initial_context_length"},
     ),
     "Qwen3NextForCausalLM": _QWEN_NEXT,
     "Qwen3_5ForCausalLM": _QWEN_35,

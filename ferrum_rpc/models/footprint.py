@@ -23,6 +23,7 @@ from ferrum_rpc.models.layout import EMBEDDED, HEAD, LAYERS, Held, HeldPart
 from ferrum_rpc.models.linear import LinearFactory
 from ferrum_rpc.models.native_linear import JOB_ROWS, SUM_BYTES, PanelFactory, QuantizedFactory, StoredFactory
 from ferrum_rpc.models.parts.attention import Attention
+from ferrum_rpc.models.parts.clamped import Clamped
 from ferrum_rpc.models.parts.dense import Dense
 from ferrum_rpc.models.parts.experts import Experts
 from ferrum_rpc.models.parts.latent import LatentAttention
@@ -189,9 +190,9 @@ def _beside(mixer: Attention | LatentAttention | Recurrent) -> int:
 
 
 def _widths(part: Attention | LatentAttention | Recurrent | Dense | Experts) -> tuple[int, int]:
-    """Of the rows that its first product makes, and of those that its last one reads."""
-    first, *_, last = part.matrices()
-    return first.shape[0], last.shape[1]
+    """Of the rows that its first product makes, and of those that its last one reads; zeros where it has none."""
+    matrices = part.matrices()
+    return (matrices[0].shape[0], matrices[-1].shape[1]) if matrices else (0, 0)
 
 
 def _grown(*wanted: int) -> int:
@@ -239,10 +240,12 @@ def _latent_moment(mixer: LatentAttention, tokens: int, size: int, attending: in
 
 def _expert_moment(part: Experts, tokens: int, size: int) -> int:
     """Bytes of a layer while its experts compute: the row, and that of the part that all rows have; for each of the
-    ``chosen`` the row and the answer; of one expert, which may have all rows, its products; and the sums."""
+    ``chosen`` the row and the answer; of one expert, which may have all rows, its products, and what torch makes of a
+    clamped gate; and the sums."""
     hidden, wide, chosen = part.hidden, max(4, size), part.routing.chosen
     routing = tokens * part.count * 4 * wide + tokens * chosen * 4 * 8
-    expert = tokens * (3 * part.inner + hidden) * size
+    clamping = 4 * part.inner * wide if isinstance(part.activation, Clamped) else 0
+    expert = tokens * ((3 * part.inner + hidden) * size + clamping)
     sums = 2 * tokens * hidden * wide
     return tokens * (2 + 2 * chosen) * hidden * size + max(routing, expert, sums)
 

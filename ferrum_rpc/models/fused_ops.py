@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ferrum_rpc.models.parts.attention import Attention
+from ferrum_rpc.models.parts.clamped import Clamped
 from ferrum_rpc.models.parts.latent import LatentAttention
 from ferrum_rpc.models.parts.layer import LayerSpec
 from ferrum_rpc.models.parts.recurrent import Recurrent
@@ -41,10 +42,16 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": _gelu_tanh,
     "relu": F.relu,
 }
-"""By `Dense.activation`."""
+"""By `Dense.activation`, but for those of `Clamped`."""
 
-NATIVE: Final = {SILU: 0, "gelu_tanh": 1, "relu": 2}
-"""Those of the C and CUDA kernels: ``enum activation`` of norm_rope_gate.h."""
+CLAMPED: Final = "clamped"
+NATIVE: Final = {SILU: 0, "gelu_tanh": 1, "relu": 2, CLAMPED: 3}
+"""Those of the C and CUDA kernels, by `activation_name`: ``enum activation`` of norm_rope_gate.h."""
+
+
+def activation_name(activation: str | Clamped) -> str:
+    """What an activation is called, whatever its numbers."""
+    return CLAMPED if isinstance(activation, Clamped) else activation
 
 
 class FusedOps(Protocol):
@@ -68,7 +75,8 @@ class FusedOps(Protocol):
         layers with attention."""
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """activation(gate) * up [T, n] of ``gate_up`` [T, 2n]; of an MLP without a gate activation(up), of [T, n]."""
+        """activation(gate) * up [T, n] of ``gate_up`` [T, 2n], or as `Clamped`; of an MLP without a gate
+        activation(up), of [T, n]."""
 
 
 @runtime_checkable
@@ -118,7 +126,6 @@ class TorchFusedOps:
         self._mixer, self._mlp = layer.mixer, layer.mlp
         self._dtype = dtype
         self._fp32 = torch.promote_types(dtype, torch.float32)
-        self._activation = ACTIVATIONS[layer.mlp.activation]
 
     def of(self, layer: LayerSpec) -> TorchFusedOps:
         return TorchFusedOps(layer, self._dtype)
@@ -154,10 +161,16 @@ class TorchFusedOps:
         return rotated[:, : mixer.heads], rotated[:, mixer.heads :], heads[:, rotating:]
 
     def gate(self, gate_up: Tensor) -> Tensor:
+        activation = self._mlp.activation
+        if isinstance(activation, Clamped):
+            gate, up = gate_up.to(self._fp32).chunk(2, dim=-1)
+            gate = gate.clamp(max=activation.limit)
+            factor = up.clamp(-activation.limit, activation.limit).add_(1.0)
+            return gate.mul(activation.slope).sigmoid_().mul_(gate).mul_(factor).to(self._dtype)
         if not self._mlp.gated:
-            return self._activation(gate_up)
+            return ACTIVATIONS[activation](gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
-        return self._activation(gate).mul_(up)
+        return ACTIVATIONS[activation](gate).mul_(up)
 
 
 class NativeFusedOps:
@@ -179,7 +192,7 @@ class NativeFusedOps:
         self.kind = library.RowKindStruct(
             norm.kind == "layer",
             norm.bias,
-            NATIVE[mlp.activation],
+            NATIVE[activation_name(mlp.activation)],
             mlp.gated,
             heads,
             kv_heads,
@@ -188,6 +201,7 @@ class NativeFusedOps:
             qk_norm == "row",
             norm.eps,
             layer.residual,
+            *(mlp.activation if isinstance(mlp.activation, Clamped) else ()),
         )
 
     def of(self, layer: LayerSpec) -> NativeFusedOps:

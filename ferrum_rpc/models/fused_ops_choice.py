@@ -14,7 +14,15 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ferrum_rpc.models.fused_ops import NATIVE, FusedOps, GatingOps, NativeFusedOps, StoringOps, TorchFusedOps
+from ferrum_rpc.models.fused_ops import (
+    NATIVE,
+    FusedOps,
+    GatingOps,
+    NativeFusedOps,
+    StoringOps,
+    TorchFusedOps,
+    activation_name,
+)
 from ferrum_rpc.models.parts.attention import Attention
 from ferrum_rpc.models.parts.layer import LayerSpec
 from ferrum_rpc.models.parts.recurrent import Recurrent
@@ -72,7 +80,7 @@ def _native(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> FusedO
 
 
 def _check_gate(spec: ModelSpec) -> None:
-    for activation in (layer.mlp.activation for layer in spec.layers):
+    for activation in (activation_name(layer.mlp.activation) for layer in spec.layers):
         if activation not in NATIVE:
             raise Unsuited(f"it supports the activations {', '.join(NATIVE)}, not {activation}")
 
@@ -128,7 +136,7 @@ def _answers(ops: FusedOps, layer: LayerSpec, dtype: torch.dtype, device: torch.
         ops.add_norm(hidden.clone(), None, weight),
         ops.add_norm(hidden, delta, weight),
         ops.add_norm(hidden.clone(), delta, None),
-        ops.gate(draw(3, (1 + mlp.gated) * mlp.inner)),
+        ops.gate(draw(3, (1 + mlp.gated) * mlp.inner) * 4),
     ]
     gating = ops if isinstance(ops, GatingOps) else None
     if isinstance(mixer, Recurrent):

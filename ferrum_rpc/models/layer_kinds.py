@@ -66,7 +66,7 @@ def _windows(config: Fields, family: Family, layers: int, no_rope: tuple[bool, .
     window = family.window if "sliding_window" not in config else None
     if config.value("sliding_window") is not None:
         window = config.integer("sliding_window")
-    switched = family.windows in {"some", "no_rope"}
+    switched = family.windows in {"switched", "some", "no_rope"}
     used = config.flag("use_sliding_window", window is not None and not switched)
     if family.windows == "none" and used:
         raise NotSupported(f"sliding_window: {window} is not supported for this architecture", field="sliding_window")

@@ -45,7 +45,8 @@ Rotate = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None], Heads]
 class Layer:
     """One layer: ``products`` are those of `LayerSpec.matrices`, the first of which has the ``slot``. Its norms, where
     there are any, as `FusedOps.add_norm` wants them; ``qk_norm`` as `FusedOps.heads`. ``recurrent``, ``latent``: what
-    else such a layer has. ``experts``: those of its MLP. ``mlp``: the place of the MLP's first product."""
+    else such a layer has. ``experts``: those of its MLP. ``mlp``: the place of the MLP's first product; the
+    number of products where all of the MLP are experts."""
 
     spec: LayerSpec
     ops: FusedOps
@@ -122,10 +123,10 @@ class PlainLayers:
         else:
             normed = ops.add_norm(hidden, output, layer.before_mlp)
         del output  # no longer than it must be
-        gated = ops.gate(_product(layer, layer.mlp, normed, adapters))
-        delta = _product(layer, layer.mlp + 1, gated, adapters)
+        delta = _of_every_row(layer, normed, adapters)
         if layer.experts is not None:
             delta = layer.experts.add(normed, delta, ops)
+        assert delta is not None  # noqa: S101 - an MLP has one or the other
         if group is not None:
             group.all_reduce(delta)
         return delta if layer.after_mlp is None else ops.add_norm(delta, None, layer.after_mlp)
@@ -268,6 +269,14 @@ def _product(layer: Layer, index: int, x: Tensor, adapters: StepAdapters | None)
     if adapters is not None:
         adapters.add(layer.slot + index, x, y)
     return y
+
+
+def _of_every_row(layer: Layer, normed: Tensor, adapters: StepAdapters | None) -> Tensor | None:
+    """The answer of the MLP, or of the part of it that computes every row. None: all of it are experts."""
+    if layer.mlp == len(layer.products):
+        return None
+    gated = layer.ops.gate(_product(layer, layer.mlp, normed, adapters))
+    return _product(layer, layer.mlp + 1, gated, adapters)
 
 
 def _attention(layer: Layer) -> Attention:

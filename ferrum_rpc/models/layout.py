@@ -233,6 +233,11 @@ def _ranges(rows: Iterable[Channels], shard: Shard) -> Ranges:
     return tuple(ranges)
 
 
+def _in_turn(rows: tuple[Channels, ...]) -> tuple[Channels, ...]:
+    """Rows of several kinds whose units take turns, as units of all kinds."""
+    return (Channels(rows[0].units, sum(each.width for each in rows)),)
+
+
 def _matrix(  # noqa: PLR0917
     matrix: Matrix, prefix: str, checkpoint: str, shard: Shard, layer: int, slot: int
 ) -> Iterator[tuple[str, TensorPlacement]]:
@@ -241,7 +246,7 @@ def _matrix(  # noqa: PLR0917
     columns = shard.share(matrix.columns) if by_columns else (0, width)
     for name, held in matrix.modules():
         height = sum(channels.size for channels in held)
-        ranges = _ranges(held, shard) if by_rows else ((0, height),)
+        ranges = _ranges(_in_turn(held) if matrix.interleaved else held, shard) if by_rows else ((0, height),)
         rows = sum(high - low for low, high in ranges)
         cut = of_bias = Slice(0, ranges) if by_rows else None
         if by_columns:

@@ -70,7 +70,7 @@ def read_rope(config: Fields, rotation: Rotation, max_context: int, head_dim: in
     Raises NotSupported for a scaling that cannot be served, InvalidRequest for one that is malformed; both name the
     field.
     """
-    rope = _section(config)
+    rope = _section(config) or Fields(rotation.section, "rope_parameters")
     for layer_type in LAYER_TYPES:
         if layer_type in rope:
             raise NotSupported(f"{rope.name(layer_type)}: one rotation for all layers", field=rope.name(layer_type))
@@ -208,12 +208,12 @@ def _yarn(rope: Fields, theta: float, original: int, max_context: int) -> RopeSp
     )
 
 
-def _section(config: Fields) -> Fields:
+def _section(config: Fields) -> Fields | None:
     """``rope_scaling`` or ``rope_parameters``, whichever there is."""
     old, new = config.table("rope_scaling"), config.table("rope_parameters")
     if old and new and config.value("rope_scaling") != config.value("rope_parameters"):
         raise InvalidRequest("rope_scaling and rope_parameters differ: set one of the two", field="rope_scaling")
-    return old or new or Fields({}, "rope_parameters")
+    return old or new
 
 
 def _agreed(

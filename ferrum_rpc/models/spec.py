@@ -239,6 +239,7 @@ def _layers(
         output_bias=biased if family.output_bias is None else family.output_bias,
         qk_norm=family.qk_norm,
         gated=family.recurrent is not None,
+        sinks=family.sinks,
     )
     mlps = _mlps(config, family, hidden, count)
     layer = LayerSpec(

@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ferrum_rpc.models.fused_ops import NATIVE, Heads, split_heads
+from ferrum_rpc.models.fused_ops import NATIVE, Heads, activation_name, split_heads
 from ferrum_rpc.models.parts.attention import Attention
+from ferrum_rpc.models.parts.clamped import Clamped
 from ferrum_rpc.models.parts.layer import LayerSpec
 from ferrum_rpc.models.triton_gates import decays, gate_heads
 from ferrum_rpc.native.triton_heads import CacheRows, HeadNorm, place_heads
@@ -82,6 +83,7 @@ class TritonFusedOps:
 
     def gate(self, gate_up: Tensor) -> Tensor:
         mlp = self._mlp
+        limit, slope = mlp.activation if isinstance(mlp.activation, Clamped) else (0.0, 1.0)
         rows, width = len(gate_up), gate_up.shape[-1] // (1 + mlp.gated)
         out = gate_up.new_empty((rows, width))
         if rows:
@@ -90,8 +92,10 @@ class TritonFusedOps:
                 out,
                 WIDTH=width,
                 AT_ONCE=GATES_AT_ONCE,
-                ACTIVATION=NATIVE[mlp.activation],
+                ACTIVATION=NATIVE[activation_name(mlp.activation)],
                 GATED=mlp.gated,
+                LIMIT=limit,
+                SLOPE=slope,
             )
         return out
 
@@ -139,8 +143,10 @@ def gate_kernel(
     AT_ONCE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SLOPE: tl.constexpr,
 ) -> None:
-    """One program per row and AT_ONCE numbers: activation(gate) * up, or activation(up)."""
+    """One program per row and AT_ONCE numbers: activation(gate) * up, or as `Clamped`, or activation(up)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     held = column < WIDTH
@@ -150,9 +156,15 @@ def gate_kernel(
         result = tl.where(x < 0.0, 0.0, x)
     else:
         s = x
+        if ACTIVATION == 3:
+            x = tl.where(x > LIMIT, LIMIT, x)
+            s = x * SLOPE
         if ACTIVATION == 1:  # the tanh form of gelu: x / (1 + exp(-2 sqrt(2 / pi) (x + 0.044715 x^3)))
             s = x * (x * x * 0.0713548163 + 1.59576912)
         result = x / (1.0 + tl.exp(-s))
     if GATED:
-        result = result * tl.load(begin + WIDTH + column, mask=held, other=0.0).to(tl.float32)
+        up = tl.load(begin + WIDTH + column, mask=held, other=0.0).to(tl.float32)
+        if ACTIVATION == 3:
+            up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
+        result = result * up
     tl.store(out + row * WIDTH + column, result.to(out.dtype.element_ty), mask=held)

@@ -40,7 +40,7 @@ class RowKindStruct(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("centred", "biased", "activation", "gated", "heads", "kv_heads")),
         *((name, ctypes.c_int32) for name in ("head_dim", "turned", "whole_rows")),
-        *((name, ctypes.c_float) for name in ("eps", "residual")),
+        *((name, ctypes.c_float) for name in ("eps", "residual", "limit", "slope")),
     )
 
 
@@ -219,7 +219,7 @@ STRUCTS: Final = (
     *(PenaltyStruct, RowMaskStruct, LimitsStruct, LoraPart, LoraChange, LoraStep, RecurrentLayer, RecurrentJob),
     *(DecayRows, GatedRows),
 )
-ABI_VERSION: Final = 30
+ABI_VERSION: Final = 31
 """As in abi.c, which exports it with the sizes of `STRUCTS`."""
 
 BUILD: Final = "install ferrum-rpc-kernels where a C compiler is (in a checkout: `make setup`)"

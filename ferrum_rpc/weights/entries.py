@@ -51,19 +51,22 @@ class TensorEntry:
 
 
 class TensorPiece(NamedTuple):
-    """Rows ``first`` to ``last`` of the matrix number ``matrix`` of the stored tensor ``name`` [matrices, rows, ..]."""
+    """Rows ``first`` to ``last`` of the matrix number ``matrix`` of the stored tensor ``name`` [matrices, rows, ..], or
+    ``turned``: its rows are the columns of the entry."""
 
     name: str
     matrix: int
     first: int
     last: int
+    turned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
     """``parts``: by role, the stored name and the entry of each. Rows are decoded from a multiple of ``multiple`` on.
     ``kind``: what the bytes alone do not determine. ``form`` and ``integers``: of a matrix that our kernel can hold as
-    it is stored."""
+    it is stored. ``expert``: of the matrices of all experts, which are multiplied from the right, that of one by its
+    number, which is multiplied from the left like all others."""
 
     parts: dict[str, tuple[str, TensorEntry]]
     decode: Decode
@@ -71,6 +74,7 @@ class Encoding:
     kind: str = ""
     form: IntegerFormat | None = None
     integers: AsIntegers | None = None
+    expert: Callable[[int], Encoding] | None = None
 
     def matrix(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """``dtype`` ``shape``: the complete matrix, each number rounded once."""

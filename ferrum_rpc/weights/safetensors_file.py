@@ -96,14 +96,15 @@ class MappedFile:
             if entry.piece is None:
                 tensor: Tensor = opened.get_tensor(name)
             else:
-                whole, matrix, first, last = entry.piece
+                whole, matrix, first, last, turned = entry.piece
                 tensor = opened.get_slice(whole)[matrix, first:last]
+                tensor = tensor.mT if turned else tensor
         except SafetensorError as error:
             raise broken(self._file, f"tensor {name[:120]!r} cannot be read: {str(error)[:200]!r}") from None
         if (tensor.dtype, tensor.shape) != (entry.dtype, entry.shape):
             raise broken(self._file, f"tensor {name[:120]!r} changed while it was read")
         if tensor.data_ptr() % entry.dtype.itemsize:  # older writers did not align
-            tensor = tensor.reshape(-1).view(torch.uint8).clone().view(entry.dtype).view(entry.shape)
+            tensor = tensor.contiguous().view(-1).view(torch.uint8).clone().view(entry.dtype).view(entry.shape)
         return tensor
 
 

@@ -7,14 +7,14 @@
 
 enum task { ADD_NORM, ROTATE, GATE };
 
-enum activation { SILU, GELU_TANH, RELU };
+enum activation { SILU, GELU_TANH, RELU, CLAMPED };
 
 /* A model's row operations. Norms are RMS norms, or layer norms if `centred`; if `biased`, biases follow their weights.
  * Query and key are normalized head by head, or as whole rows if `whole_rows`; the first `turned` channels of a head are
- * rotated. Additions are multiplied by `residual`. */
+ * rotated. Additions are multiplied by `residual`. `limit` and `slope` are those of a clamped gate. */
 struct row_kind {
     int32_t centred, biased, activation, gated, heads, kv_heads, head_dim, turned, whole_rows;
-    float eps, residual;
+    float eps, residual, limit, slope;
 };
 
 /* Rows of bfloat16, or float32 if wide; norms, cosines and sines are float32. */

@@ -114,6 +114,15 @@ INLINE FV ISA(activated)(FV x, int activation)
     return ISA(times_sigmoid)(x, s);
 }
 
+/* x * sigmoid(slope x) * (1 + up), where x = min(gate, limit), and up is cut off at +-limit. What is not a number stays so. */
+INLINE FV ISA(clamped)(const struct row_kind *kind, FV gate, FV up)
+{
+    const FV limit = ISA(splat)(kind->limit);
+    gate = ISA(where)(gate > limit, limit, gate);
+    up = ISA(where)(up > limit, limit, ISA(where)(up < -limit, -limit, up));
+    return ISA(times_sigmoid)(gate, gate * kind->slope) * (up + 1.0f);
+}
+
 /* out = activation(gate) * up, where a row holds gate and up one after the other; without a gate activation(up). */
 INLINE void ISA(gate)(const struct row_task *rows, int64_t row, int wide, int activation, int gated)
 {
@@ -121,9 +130,14 @@ INLINE void ISA(gate)(const struct row_task *rows, int64_t row, int wide, int ac
     const size_t element = wide ? 4 : 2;
     const char *gate = rows->hidden + (size_t)row * (1 + gated) * n * element, *up = gate + (size_t)n * element;
     for (int i = 0; i < n; i += LANES) {
-        FV x = ISA(activated)(ISA(load)(gate, i, wide), activation);
-        if (gated)
-            x *= ISA(load)(up, i, wide);
+        FV x = ISA(load)(gate, i, wide);
+        if (activation == CLAMPED) {
+            x = ISA(clamped)(rows->kind, x, ISA(load)(up, i, wide));
+        } else {
+            x = ISA(activated)(x, activation);
+            if (gated)
+                x *= ISA(load)(up, i, wide);
+        }
         ISA(store)(rows->out + (size_t)row * n * element, i, wide, x);
     }
 }
@@ -135,6 +149,8 @@ INLINE void ISA(any_gate)(const struct row_task *rows, int64_t row, int wide)
         ISA(gate)(rows, row, wide, SILU, 1);
     else if (rows->kind->activation == GELU_TANH && rows->kind->gated)
         ISA(gate)(rows, row, wide, GELU_TANH, 1);
+    else if (rows->kind->activation == CLAMPED)
+        ISA(gate)(rows, row, wide, CLAMPED, 1);
     else
         ISA(gate)(rows, row, wide, rows->kind->activation, rows->kind->gated);
 }

@@ -213,7 +213,7 @@ def test_dynamic_scaling_reaches_factor_times_the_context_where_that_is_asked_fo
     ("family", "targets", "backend"),
     [
         ("llama", ALL_PROJECTIONS, "hf"),
-        ("qwen3_moe", ("q_proj", "o_proj"), "hf"),
+        ("qwen2_moe", ("q_proj", "o_proj"), "hf"),
         ("gpt_neox", ("query_key_value", "dense_h_to_4h"), "hf"),
         ("gemma3", ("o_proj", "up_proj"), "native"),
     ],

@@ -1,5 +1,6 @@
 """Whole models with recurrent layers (Qwen3.5, Qwen3-Next), with latent attention (DeepSeek V2 and V3) and with experts
-against transformers: fed whole, in chunks, side by side, by single tokens, with rejected drafts, and over ranks.
+(also Qwen3 and gpt-oss) against transformers: fed whole, in chunks, side by side, by single tokens, with rejected
+drafts, and over ranks.
 
 In float32 the root mean square of the error is at most 3e-6 of the logits' spread, and with experts each logit is
 within 1e-5. In 16 bits the error is at most twice that of transformers; with experts, of the median row: rounding sends
@@ -25,6 +26,7 @@ from ferrum_rpc.models.spec import ModelSpec
 from tests.numerics.ranks import BOTH, FOUR, TWO, on_ranks
 from tests.numerics.whole_models import (
     CASES,
+    EXPERTS,
     LATENT,
     RECURRENT,
     ROUND,
@@ -41,7 +43,7 @@ from tests.support.checkpoints import CLASSES, config_class, make_checkpoint, ma
 from tests.support.harness import CPU, Executor, Oracle, error, made_or_skip, native, reference_logits, worst
 from tests.support.harness import TOKENS as RANK_TOKENS
 
-ONE_OF_EACH = ("Qwen3.5", "Next", "3.5 MoE", "V2", "V3")
+ONE_OF_EACH = ("Qwen3.5", "Next", "3.5 MoE", "V2", "V3", "Qwen3 MoE", "gpt-oss")
 
 
 def is_oracle(case: str, ours: torch.Tensor, truth: torch.Tensor) -> bool:
@@ -93,14 +95,14 @@ def test_bfloat16_errs_at_most_twice_as_much_as_transformers(case, linear):
         rounded.check(ours)
 
 
-@pytest.mark.parametrize("case", ["Qwen3.5", "V3"])
+@pytest.mark.parametrize("case", ["Qwen3.5", "V3", "gpt-oss"])
 def test_float16_errs_at_most_twice_as_much_as_transformers(case):
     reference = model(torch.float16, case)
     ours = Executor(native(reference, torch.float16)).run(TOKENS, SPLITS[1])
     Rounded(case, reference, torch.float16).check(ours)
 
 
-@pytest.mark.parametrize("case", ["Qwen3.5", "Next", "3.5 MoE", "V3"])
+@pytest.mark.parametrize("case", ["Qwen3.5", "Next", "3.5 MoE", "V3", "Qwen3 MoE", "gpt-oss"])
 def test_quantized_products_are_near_what_they_quantize(case):
     """What scores experts, what lifts latents, and the gate of the part that computes every row, are not quantized."""
     reference = model(torch.bfloat16, case, **ROUND[CASES[case][0]])
@@ -122,7 +124,7 @@ def test_scores_of_experts_and_the_gate_are_not_rounded(factory, experts):
     ("case", "factory"),
     [
         *((case, each) for case in ("Qwen3.5", "Next") for each in (PairFactory, ByteFactory, NibbleFactory)),
-        ("V3", PairFactory),
+        *((case, PairFactory) for case in ("V3", "Qwen3 MoE", "gpt-oss")),
     ],
 )
 def test_a_truncation_within_the_last_step_leaves_the_bits_of_never_having_fed_it(case, factory):
@@ -137,7 +139,10 @@ def test_a_truncation_within_the_last_step_leaves_the_bits_of_never_having_fed_i
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [("Qwen3.5", torch.float32), ("Qwen3.5", torch.bfloat16), ("V2", torch.float32), ("V3", torch.float32)],
+    [
+        *((case, torch.float32) for case in ("Qwen3.5", "V2", "V3", "Qwen3 MoE", *list(EXPERTS)[2:])),
+        *((case, torch.bfloat16) for case in ("Qwen3.5", "gpt-oss")),
+    ],
     ids=str,
 )
 def test_a_checkpoint_is_loaded_by_the_names_of_transformers(case, dtype, tmp_path):
@@ -162,11 +167,14 @@ ADAPTED = {
     "3.5 MoE": ("in_proj_qkv", "in_proj_a", "q_proj", "gate_proj", "down_proj"),
     "V2": ("q_proj", *OF_LATENTS),
     "V3": ("q_a_proj", "q_b_proj", *OF_LATENTS),
+    "Qwen3 MoE": ("q_proj", "v_proj", "o_proj"),
+    "gpt-oss": ("q_proj", "k_proj", "o_proj"),
 }
 
 
 @pytest.mark.parametrize(
-    ("case", "ranks"), [*((case, False) for case in ONE_OF_EACH), *((case, True) for case in ("Qwen3.5", "V2", "V3"))]
+    ("case", "ranks"),
+    [*((case, False) for case in ONE_OF_EACH), *((case, True) for case in ("Qwen3.5", "V2", "V3", "gpt-oss"))],
 )
 def test_adapters_are_merged_weights(case, ranks, tmp_path):
     reference, tokens = model(case=case, vocab_size=500), RANK_TOKENS if ranks else TOKENS
@@ -189,9 +197,9 @@ def test_adapters_are_merged_weights(case, ranks, tmp_path):
 @pytest.mark.parametrize(
     ("case", "whole"),
     [
-        *((case, FOUR) for case in (*RECURRENT, *LATENT)),
+        *((case, FOUR) for case in (*RECURRENT, *LATENT, *EXPERTS)),
         *((case, TWO) for case in ("Qwen3.5", "Qwen3.5, one key head, attention first", "V2", "V3")),
-        *((case, BOTH) for case in ("V2, groups", "V3, halves, no norm", "V3, dense, wide values")),
+        *((case, BOTH) for case in ("V2, groups", "V3, halves, no norm", "V3, dense, wide values", *EXPERTS)),
     ],
     ids=str,
 )
@@ -201,7 +209,7 @@ def test_ranks_share_heads_and_experts(case, whole):
     assert is_oracle(case, on_ranks(reference, whole), Oracle(reference).logits)
 
 
-@pytest.mark.parametrize(("case", "sizes"), [("Qwen3.5", ROUND["qwen3_5"]), ("V3", {})])
+@pytest.mark.parametrize(("case", "sizes"), [("Qwen3.5", ROUND["qwen3_5"]), ("V3", {}), ("gpt-oss", {})])
 def test_ranks_share_heads_and_experts_in_bfloat16(case, sizes):
     reference = model(torch.bfloat16, case, vocab_size=500, **sizes)
     ours = on_ranks(reference, TWO, torch.bfloat16, linear=partial(made_or_skip, PairFactory))
@@ -229,8 +237,10 @@ def test_ranks_share_heads_and_experts_in_bfloat16(case, sizes):
             "V3",
             {"moe_intermediate_size": 33},
             2,
-            "moe_intermediate_size 33 must be a multiple of it; of this model it can be 1",
+            "its experts' 33 channels must be a multiple of it; of this model it can be 1",
         ),
+        ("Qwen3 MoE", {"moe_intermediate_size": 33}, 2, "its experts' 33 channels must be a multiple of it; .* be 1"),
+        ("gpt-oss", {"intermediate_size": 50}, 4, "its experts' 50 channels must be a multiple of it; .* be 1, 2"),
     ],
 )
 def test_what_ranks_cannot_share_is_refused_by_name(case, changes, ranks, words):
@@ -242,6 +252,7 @@ def test_what_ranks_cannot_share_is_refused_by_name(case, changes, ranks, words)
 # --- configurations ---------------------------------------------------------------------------------------------------
 
 NEXT, MOE, V2, V3 = "qwen3_next", "qwen3_5_moe", "deepseek_v2", "deepseek_v3"
+QWEN3, OSS = "qwen3_moe", "gpt_oss"
 REFUSED: list[tuple[str, dict[str, Any], type[ExecutorError], str]] = [
     (NEXT, {"num_experts_per_tok": 9}, InvalidRequest, "num_experts_per_tok 9 exceeds num_experts 8"),
     (NEXT, {"num_experts": 5000}, InvalidRequest, "num_experts must be within 0 .. 4096"),
@@ -270,10 +281,27 @@ REFUSED: list[tuple[str, dict[str, Any], type[ExecutorError], str]] = [
     (V3, {"num_experts_per_tok": 5}, InvalidRequest, "num_experts_per_tok 5 exceeds the 4 experts"),
     (V3, {"n_group": 8, "topk_group": 8}, InvalidRequest, "a group must have two experts"),
     (V3, {"qk_rope_head_dim": 7}, InvalidRequest, "qk_rope_head_dim 7: it must be even"),
+    (QWEN3, {"num_experts_per_tok": 9}, InvalidRequest, "num_experts_per_tok 9 exceeds num_experts 8"),
+    (QWEN3, {"num_experts": 7}, InvalidRequest, "num_experts 7 and num_local_experts 8 differ"),
+    (QWEN3, {"decoder_sparse_step": 0}, InvalidRequest, "decoder_sparse_step must be within"),
+    (QWEN3, {"shared_expert_intermediate_size": 64}, NotSupported, "shared_expert_intermediate_size: 64 is not known"),
+    (QWEN3, {"layer_types": ["sliding_attention"] * 2}, NotSupported, "layer_types: this architecture has layers of"),
+    (OSS, {"num_experts_per_tok": 9}, InvalidRequest, "num_experts_per_tok 9 exceeds num_experts 8"),
+    (OSS, {"num_local_experts": 5000}, InvalidRequest, "num_local_experts must be within 1 .. 4096"),
+    (OSS, {"swiglu_limit": 0.0}, InvalidRequest, "swiglu_limit must be a finite number greater than 0"),
+    (OSS, {"swiglu_alpha": "much"}, InvalidRequest, "swiglu_alpha must be a number"),
+    (OSS, {"hidden_act": "gelu"}, NotSupported, "hidden_act must be silu, not gelu"),
+    (
+        OSS,
+        {"sliding_window": None, "layer_types": ["sliding_attention"] * 2},
+        InvalidRequest,
+        "layer_types has sliding",
+    ),
+    (OSS, {"moe_intermediate_size": 64}, NotSupported, "moe_intermediate_size: 64 is not known here"),
 ]
 
 
-@pytest.mark.parametrize("family", [NEXT, MOE, V2, V3])
+@pytest.mark.parametrize("family", [NEXT, MOE, V2, V3, QWEN3, OSS])
 def test_a_configuration_that_cannot_be_served_is_refused_by_name(family):
     config = make_model(family).config.to_dict() | {"architectures": [f"{CLASSES[family]}ForCausalLM"]}
     ModelSpec.from_config(config)
@@ -290,7 +318,7 @@ CHOSEN = {V2: {"num_experts_per_tok": 6}, V3: {"num_experts_per_tok": 8}}
 """Of a class of transformers that has another default."""
 
 
-@pytest.mark.parametrize("family", [NEXT, MOE, V2, V3])
+@pytest.mark.parametrize("family", [NEXT, MOE, V2, V3, QWEN3, OSS])
 def test_an_absent_field_has_the_default_of_transformers(family):
     data = config_class(family)(**CHOSEN.get(family, {})).to_dict()
     data |= {"architectures": [f"{CLASSES[family]}ForCausalLM"]}

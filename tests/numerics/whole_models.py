@@ -26,6 +26,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": {"num_hidden_layers": 4},
     "deepseek_v2": {},
     "deepseek_v3": {},
+    "qwen3_moe": {},
+    "gpt_oss": {},
 }
 WITH_EXPERTS = {"head_dim": 64, "intermediate_size": 128, "moe_intermediate_size": 64}
 ROUND: dict[str, dict[str, Any]] = {
@@ -33,6 +35,8 @@ ROUND: dict[str, dict[str, Any]] = {
     "qwen3_next": WITH_EXPERTS,
     "qwen3_5_moe": WITH_EXPERTS,
     "deepseek_v3": {"q_lora_rank": 64, "v_head_dim": 32, "moe_intermediate_size": 64, "intermediate_size": 128},
+    "qwen3_moe": WITH_EXPERTS,
+    "gpt_oss": {"head_dim": 64, "intermediate_size": 64},
 }
 """Sizes that can be quantized, and of which our kernels are."""
 
@@ -81,6 +85,21 @@ LATENT: dict[str, tuple[str, dict[str, Any]]] = {
         {"first_k_dense_replace": 3, "v_head_dim": 56, "tie_word_embeddings": True},
     ),
 }
+EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3 MoE": ("qwen3_moe", {"norm_topk_prob": True}),
+    "Qwen3 MoE, not normed, dense layers, windows, biases": (
+        "qwen3_moe",
+        {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3], "attention_bias": True}
+        | {"use_sliding_window": True, "sliding_window": 7, "tie_word_embeddings": True, "num_experts": 5},
+    ),
+    "gpt-oss": ("gpt_oss", {}),
+    "gpt-oss, YaRN, listed layers, no biases of attention": (
+        "gpt_oss",
+        {"num_hidden_layers": 3, "attention_bias": False, "num_experts_per_tok": 1, "swiglu_alpha": 1.1}
+        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "tie_word_embeddings": True}
+        | {"rope_parameters": YARN | {"truncate": False}, "swiglu_limit": 7.0, "head_dim": 32},
+    ),
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: ("qwen3_5", options) for name, options in RECURRENT.items()},
     "Next": ("qwen3_next", {}),
@@ -95,6 +114,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_experts_per_tok": 8, "shared_expert_intermediate_size": 96, "linear_conv_kernel_dim": 2},
     ),
     **LATENT,
+    **EXPERTS,
 }
 """The family, and what differs from `SHAPES`."""
 

@@ -12,6 +12,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.assembly.choose import choose
+from ferrum_rpc.engine.assembly.loading import with_single_experts
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, NotSupported
 from ferrum_rpc.weights.checkpoint import Checkpoint
 from tests.numerics.test_hf_families import feed, plain_logits, settings
@@ -58,14 +59,26 @@ def test_experts_are_those_of_transformers(folder):
             assert made.dtype == dtype and torch.equal(made, theirs.to(dtype))
 
 
-def test_logits_are_those_of_transformers_reading_the_same_folder(folder):
+def test_each_expert_is_one_of_them(folder):
+    """Natively each has a matrix of its own, which is multiplied from the left."""
+    checkpoint, whole = with_single_experts(Checkpoint.open(folder)), Checkpoint.open(folder)
+    assert (checkpoint.nbytes, checkpoint.numbers, checkpoint.encodings) == (whole.nbytes, whole.numbers, ("mxfp4",))
+    for matrix in ("gate_up_proj", "down_proj"):
+        [(_, joined)] = whole.tensors((EXPERTS + matrix,))
+        names = [f"{EXPERTS}{expert}.{matrix}.weight" for expert in range(len(joined))]
+        found = dict(checkpoint.tensors(names))
+        assert all(torch.equal(found[name], own.T) for name, own in zip(names, joined, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["native", "hf"])
+def test_logits_are_those_of_transformers_reading_the_same_folder(folder, backend):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=torch.float32,
         attn_implementation="eager",
         quantization_config=transformers.Mxfp4Config(dequantize=True),
     )
-    runner = build_runner(settings(folder, model_backend="auto"))
+    runner = build_runner(settings(folder, model_backend=backend))
     assert "mxfp4" in " ".join(name for name, _ in runner.device.choices)
     assert error(feed(runner), plain_logits(theirs.float().eval()).double()) <= 1e-5
 
@@ -82,7 +95,7 @@ def replaced(part: str, tensor: torch.Tensor):
     ("change", "kind", "match"),
     [
         (pop("down_proj_scales"), InvalidRequest, "down_proj_scales is missing"),
-        (pop("down_proj_blocks"), ExecutorError, "weights"),
+        (pop("down_proj_blocks"), ExecutorError, "weights|4 missing .*down_proj.*1 unexpected .*down_proj_scales"),
         (replaced("down_proj_blocks", torch.zeros(4, 64, 3, 8).byte()), InvalidRequest, "expected experts, rows"),
         (replaced("down_proj_blocks", torch.zeros(4, 64, 0, 16).byte()), InvalidRequest, "expected experts, rows"),
         (replaced("down_proj_blocks", torch.zeros(4, 32, 3, 16).byte()), InvalidRequest, r"expected \[4, 32, 3\]"),
@@ -93,8 +106,9 @@ def replaced(part: str, tensor: torch.Tensor):
 )
 def test_parts_that_do_not_fit_are_refused(folder, change, kind, match):
     edit_tensors(folder, change)
-    with pytest.raises(kind, match=match):
-        build_runner(settings(folder))
+    for backend in ("native", "hf"):
+        with pytest.raises(kind, match=match):
+            build_runner(settings(folder, model_backend=backend))
 
 
 def test_a_key_that_is_not_known_is_refused(folder):

@@ -90,7 +90,10 @@ LATENT_SHAPE: dict[str, Any] = {
 }
 """Of a model with latent attention: sizes that our kernels take, but for the row that is cached."""
 
-CLASSES = FAMILIES | RECURRENT | LATENT
+EXPERTS: dict[str, str] = {"qwen3_moe": "Qwen3Moe", "gpt_oss": "GptOss"}
+"""Families with experts and the usual attention, without a part that computes every row."""
+
+CLASSES = FAMILIES | RECURRENT | LATENT | EXPERTS
 
 WITHOUT_TRANSFORMERS: dict[str, str] = {"DeciLMForCausalLM": "tests/numerics/test_listed_kv_heads.py"}
 """Families that transformers lacks: the class, and the test (below the root) of its definition written in torch."""
@@ -132,6 +135,14 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": RECURRENT_HEADS | EXPERTS_SHAPE,
     "deepseek_v2": LATENT_SHAPE | {"q_lora_rank": None, "topk_method": "greedy"},
     "deepseek_v3": LATENT_SHAPE | {"q_lora_rank": 48},
+    "qwen3_moe": {"head_dim": 16, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 3},
+    "gpt_oss": {
+        "head_dim": 16,
+        "sliding_window": 9,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "swiglu_limit": 0.7,
+    },
 }
 
 
@@ -150,7 +161,7 @@ def drawn(family: str, name: str, shape: tuple[int, ...], generator: torch.Gener
     if name.endswith("norm.weight"):
         offset = family.startswith("gemma") or (family in RECURRENT and "linear_attn" not in name)
         return (not offset) + 0.2 * noise
-    if name.endswith(("A_log", "dt_bias")) or "embed_tokens" in name:
+    if name.endswith(("A_log", "dt_bias", "sinks")) or "embed_tokens" in name:
         return noise
     if "conv1d" in name:
         return noise / shape[-1] ** 0.5
@@ -186,13 +197,19 @@ def make_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
 
 def checkpoint_tensors(model: Any) -> dict[str, torch.Tensor]:
     """The weights of a transformers model by their names in checkpoints, where each expert has its own."""
-    found = dict[str, torch.Tensor]()
-    for name, tensor in model.state_dict().items():
+    found, state = dict[str, torch.Tensor](), model.state_dict()
+    for name, tensor in state.items():
         path, _, last = name.rpartition(".experts.")
         if not path:
             found[name] = tensor
             continue
         for index, each in enumerate(tensor):
+            if last.endswith("_bias"):
+                found[f"{path}.experts.{index}.{last.removesuffix('_bias')}.bias"] = each
+                continue
+            if f"{name}_bias" in state:  # multiplied from the right
+                found[f"{path}.experts.{index}.{last}.weight"] = each.T
+                continue
             parts = each.chunk(2) if last == "gate_up_proj" else (each,)
             names = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
             for part, own in zip(names, parts, strict=True):

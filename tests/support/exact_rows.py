@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ferrum_rpc.models.parts.clamped import Clamped
 from ferrum_rpc.models.parts.layer import LayerSpec, Norm
 from ferrum_rpc.models.spec import ModelSpec
 from tests.support.checkpoints import TINY
@@ -24,6 +25,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "relu, half turned, normed": {"mlp": {"activation": "relu"}, "mixer": {"qk_norm": "head"}, "half": True},
     "not turned, normed": {"mixer": {"qk_norm": "head"}, "rope": None},
     "whole rows, half turned": {"mixer": {"qk_norm": "row"}, "half": True},
+    "clamped": {"mlp": {"activation": Clamped(limit=3.0, slope=1.7)}},
 }
 """Fields of a `LayerSpec` and of its parts; ``half``: of each head."""
 
@@ -92,6 +94,10 @@ def heads(layer: LayerSpec, qkv: Tensor, norm: Tensor | None, cos: Tensor | None
 
 
 def gate(layer: LayerSpec, gate_up: Tensor) -> Tensor:
+    if isinstance(by := layer.mlp.activation, Clamped):
+        first, second = gate_up.double().chunk(2, -1)
+        first = first.clamp(max=by.limit)
+        return first * torch.sigmoid(first * by.slope) * (second.clamp(-by.limit, by.limit) + 1)
     activation = ACTIVATIONS[layer.mlp.activation]
     if not layer.mlp.gated:
         return activation(gate_up.double())

@@ -222,7 +222,8 @@ def _digest(*parts: Any) -> bytes:
 
 def _sample(tensor: Tensor) -> str:
     """SHA-256, in hex, of a sample of the tensor's bytes."""
-    content = tensor.reshape(-1).view(torch.uint8)
+    stored = tensor if tensor.is_contiguous() else tensor.mT  # of experts that are multiplied from the right
+    content = stored.reshape(-1).view(torch.uint8)
     last = len(content) - SAMPLE_BYTES
     pieces = [content]
     if len(content) > SAMPLES * SAMPLE_BYTES:

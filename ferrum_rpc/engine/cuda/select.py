@@ -94,7 +94,7 @@ def obstacle(compute: Compute, graphs: str, states: RecurrentStore | None = None
         return "requested"
     if states is not None and states.kernels is None:
         return "torch advances the states of each sequence by itself"
-    return "the layers of transformers may wait for the device" if compute.model.waits else None
+    return "its layers may wait for the device" if compute.model.waits else None
 
 
 def record_on_ranks(compute: Compute, max_sequences: int, blocks_per_sequence: int, verify_tokens: int) -> None:

@@ -15,7 +15,7 @@ class Attention:
     rotated, from the first on; ``pairs``: the checkpoint pairs neighbouring ones. ``qk_norm``: query and key are normed
     head by head, or each as a whole row. ``names``: the checkpoint's modules of query, key and value, or of all.
     ``gated``: the query's module has for each head its query and then a gate, by whose sigmoid the head's output is
-    multiplied."""
+    multiplied. ``sinks``: the checkpoint's tensor of the heads' sinks (`AttentionSpec`); None: there are none."""
 
     hidden: int
     heads: int
@@ -31,6 +31,7 @@ class Attention:
     output_bias: bool = False
     qk_norm: Literal["head", "row"] | None = None
     gated: bool = False
+    sinks: str | None = None
 
     def matrices(self) -> tuple[Matrix, Matrix]:
         """The fused query, key and value; the output back to hidden rows."""
@@ -52,8 +53,10 @@ class Attention:
         return (NormWeights("qk_norm", self._rotated(), names, spread=self.qk_norm == "head"),)
 
     def floats(self) -> tuple[Floats, ...]:
-        """None."""
-        return ()
+        """The sinks."""
+        if self.sinks is None:
+            return ()
+        return (Floats("sinks", self.sinks, (self.heads,), (Channels(self.heads),)),)
 
     def share(self, ranks: int) -> Attention:
         """What each of so many ranks has."""
@@ -70,7 +73,8 @@ class Attention:
     @property
     def spec(self) -> AttentionSpec:
         """What an attention backend must know."""
-        return AttentionSpec(self.heads, self.kv_heads, self.head_dim, self.scale, self.window, self.softcap)
+        sinks = self.sinks is not None
+        return AttentionSpec(self.heads, self.kv_heads, self.head_dim, self.scale, self.window, self.softcap, sinks)
 
     def _rotated(self) -> tuple[Channels, Channels]:
         """Query and key."""

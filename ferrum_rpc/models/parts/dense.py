@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ferrum_rpc.models.matrices import Channels, Cut, Matrix
+from ferrum_rpc.models.parts.clamped import Clamped
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +15,7 @@ class Dense:
 
     hidden: int
     inner: int
-    activation: str
+    activation: str | Clamped
     names: tuple[str, ...]
     down: str
     gated: bool = True

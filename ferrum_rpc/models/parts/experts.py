@@ -1,8 +1,8 @@
-"""Experts: an MLP of many parts, some of which compute a row, beside a part that computes every row.
+"""Experts: an MLP of many parts, some of which compute a row, perhaps beside a part that computes every row.
 
-The checkpoint's names are those that the experts of DeepSeek V2 and V3, Qwen3-Next and Qwen3.5 have in common. Ranks
-share the channels of every expert, so each adds what its part of the same experts finds, in the same order. What scores
-experts is whole on each.
+The checkpoint's names are those that the experts of most families have in common, unless a field says other ones. Ranks
+share the channels of every expert, so each adds what its part of the same experts finds, in the same order; the first
+rank alone adds the biases of what they find. What scores experts is whole on each.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ferrum_rpc.models.matrices import Channels, Cut, Floats, Matrix
+from ferrum_rpc.models.parts.clamped import Clamped
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,40 +32,63 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """``count`` experts of ``inner`` channels, with gates. The part that computes every row has ``shared`` channels;
-    ``shared_name`` is its module. ``shared_gate``: the module of one row of weights; the answer of that part is
-    multiplied with the sigmoid of its product."""
+    """``count`` experts of ``inner`` channels, with gates. The part that computes every row has ``shared`` channels, or
+    0: there is none; ``shared_name`` is its module. ``shared_gate``: the module of one row of weights; the answer of
+    that part is multiplied with the sigmoid of its product. ``router_name``: the module that scores experts. ``names``:
+    an expert's modules of gate and up, or of both, whose rows take turns. ``bias``: router and experts have biases."""
 
     hidden: int
     inner: int
-    activation: str
+    activation: str | Clamped
     count: int
     shared: int
     routing: Routing
     shared_name: str = "mlp.shared_experts"
     shared_gate: str | None = None
     gated: bool = True
+    router_name: str = "mlp.gate"
+    names: tuple[str, ...] = ("gate_proj", "up_proj")
+    bias: bool = False
 
-    def matrices(self) -> tuple[Matrix, Matrix]:
-        """Of the part that computes every row."""
-        return self._pair("", self.shared_name, self.shared, adaptable=True)
+    def matrices(self) -> tuple[Matrix, ...]:
+        """Of the part that computes every row: gate and up side by side; down."""
+        if not self.shared:
+            return ()
+        names = tuple(f"{self.shared_name}.{each}_proj" for each in ("gate", "up"))
+        hidden, width = Channels(self.hidden), Channels(self.shared)
+        return (
+            Matrix("gate_up", (width, width), hidden, names, cut=Cut.ROWS),
+            Matrix("down", (hidden,), width, (f"{self.shared_name}.down_proj",), cut=Cut.COLUMNS),
+        )
 
     def others(self) -> tuple[Matrix, ...]:
         """The router, and the matrices of experts."""
-        experts = [
-            each
-            for index in range(self.count)
-            for each in self._pair(f"{index}.", f"mlp.experts.{index}", self.inner, adaptable=False)
-        ]
-        return self.router(), *experts
+        return self.router(), *(each for index in range(self.count) for each in self.expert(index))
+
+    def expert(self, index: int) -> tuple[Matrix, Matrix]:
+        """Of one expert: gate and up side by side; down."""
+        hidden, width, module = Channels(self.hidden), Channels(self.inner), f"mlp.experts.{index}"
+        names = tuple(f"{module}.{each}" for each in self.names)
+        gate_up = Matrix(
+            f"{index}.gate_up",
+            (width, width),
+            hidden,
+            names,
+            self.bias,
+            Cut.ROWS,
+            adaptable=False,
+            interleaved=(2,) if len(names) == 1 else (),
+        )
+        down = f"{module}.down_proj"
+        return gate_up, Matrix(f"{index}.down", (hidden,), width, (down,), self.bias, Cut.COLUMNS, adaptable=False)
 
     def router(self) -> Matrix:
         """What scores experts, and makes the gate of the part that computes every row."""
-        heights, names = [self.count], ["mlp.gate"]
+        heights, names = [self.count], [self.router_name]
         if self.shared_gate is not None:
             heights, names = [*heights, 1], [*names, self.shared_gate]
         rows = tuple(map(Channels, heights))
-        return Matrix("router", rows, Channels(self.hidden), tuple(names), adaptable=False, apart=True)
+        return Matrix("router", rows, Channels(self.hidden), tuple(names), self.bias, adaptable=False, apart=True)
 
     def floats(self) -> tuple[Floats, ...]:
         """The biases of the choice."""
@@ -75,7 +99,7 @@ class Experts:
     @property
     def widths(self) -> tuple[int, ...]:
         """Of the rows that the activation makes."""
-        return self.inner, self.shared
+        return (self.inner, self.shared) if self.shared else (self.inner,)
 
     def share(self, ranks: int) -> Experts:
         """What each of so many ranks has."""
@@ -84,14 +108,5 @@ class Experts:
     def obstacle(self, ranks: int) -> str:
         """Why so many ranks cannot share it; empty if they can."""
         if self.inner % ranks:
-            return f"moe_intermediate_size {self.inner} must be a multiple of it"
+            return f"its experts' {self.inner} channels must be a multiple of it"
         return f"its shared experts' {self.shared} channels must be a multiple of it" if self.shared % ranks else ""
-
-    def _pair(self, role: str, name: str, inner: int, *, adaptable: bool) -> tuple[Matrix, Matrix]:
-        """Gate and up side by side; down."""
-        hidden, width = Channels(self.hidden), Channels(inner)
-        names = f"{name}.gate_proj", f"{name}.up_proj"
-        return (
-            Matrix(f"{role}gate_up", (width, width), hidden, names, cut=Cut.ROWS, adaptable=adaptable),
-            Matrix(f"{role}down", (hidden,), width, (f"{name}.down_proj",), cut=Cut.COLUMNS, adaptable=adaptable),
-        )

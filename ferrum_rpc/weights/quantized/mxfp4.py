@@ -2,12 +2,15 @@
 
 For experts [experts, k, n] (multiplied from the right): ``_blocks`` uint8 [experts, n, k / 32, 16], two float4_e2m1
 numbers a byte and the first in the low half; ``_scales`` uint8 [experts, n, k / 32] has the exponent of each 32, plus
-127. Sources: OCP Microscaling Formats 1.0, transformers 5.23 (``integrations/mxfp4.py``).
+127. So one expert is stored as it is multiplied from the left, [n, k]. Sources: OCP Microscaling Formats 1.0,
+transformers 5.23 (``integrations/mxfp4.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import torch
@@ -15,14 +18,19 @@ from torch import Tensor
 
 from ferrum_rpc.models.config_keys import refuse_unread
 from ferrum_rpc.models.fields import Fields
-from ferrum_rpc.weights.entries import CHUNK, Decode
+from ferrum_rpc.weights.entries import CHUNK, Decode, Encoding, TensorPiece
 from ferrum_rpc.weights.quantized.stored import QuantizedTensors, wrong
 
 MATRICES: Final = ("gate_up_proj", "down_proj")
 BLOCK: Final = 32
 BYTES: Final = (torch.uint8,)
 BIAS: Final = 127
-MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+MAGNITUDES: Final = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+PAIRS: Final = torch.cartesian_prod(*(torch.cat((MAGNITUDES, -MAGNITUDES)),) * 2).flip(1)
+"""Of each byte the two numbers."""
+
+POWERS: Final = torch.ldexp(torch.ones(256), torch.arange(256) - BIAS)
+"""Of each exponent."""
 
 IRRELEVANT: Final = ("modules_to_not_convert", "dequantize")
 
@@ -39,15 +47,22 @@ def read(config: Fields, stored: QuantizedTensors) -> None:
             experts, rows, count, _ = shape
             stored.expect(module, scales, BYTES, [(experts, rows, count)])
             made = experts, count * BLOCK, rows
-            stored.make(module, [blocks, scales], made, _decode(blocks, scales), name=matrix)
+            each = partial(_of_expert, stored, module, (blocks, scales))
+            stored.make(module, [blocks, scales], made, _transposed(blocks, scales), name=matrix, expert=each)
 
 
-def _decode(blocks: str, scales: str) -> Decode:
-    numbers = torch.tensor([*MAGNITUDES, *(-each for each in MAGNITUDES)])
-    both = torch.arange(256)
-    powers = torch.ldexp(torch.ones(256), both - BIAS)
-    pairs = torch.stack((numbers[both & 15], numbers[both >> 4]), -1)
+def _of_expert(stored: QuantizedTensors, module: str, roles: tuple[str, str], expert: int) -> Encoding:
+    """Of one expert's matrix [n, k]."""
+    parts = {}
+    for role in roles:
+        name, entry = stored.part(module, role)
+        _, rows, *others = entry.shape
+        piece = TensorPiece(name, expert, 0, rows)
+        parts[role] = name, replace(entry, shape=(rows, *others), piece=piece)
+    return Encoding(parts, lambda found, first, last: _decoded(*(found[role][first:last] for role in roles)))
 
+
+def _transposed(blocks: str, scales: str) -> Decode:
     def decode(parts: Mapping[str, Tensor], first: int, last: int) -> Tensor:
         _, rows, count, _ = parts[blocks].shape
         made = torch.empty(last - first, count * BLOCK, rows)
@@ -55,10 +70,16 @@ def _decode(blocks: str, scales: str) -> Decode:
         for expert in range(first, last):
             for begin in range(0, rows, step):
                 end = min(begin + step, rows)
-                values = pairs.index_select(0, parts[blocks][expert, begin:end].reshape(-1).to(torch.int32))
-                factors = powers[parts[scales][expert, begin:end].to(torch.int32)]
-                scaled = values.view(end - begin, count, BLOCK) * factors[..., None]
-                made[expert - first, :, begin:end] = scaled.view(end - begin, -1).T
+                made[expert - first, :, begin:end] = _decoded(
+                    parts[blocks][expert, begin:end], parts[scales][expert, begin:end]
+                ).T
         return made.view(last - first, -1)
 
     return decode
+
+
+def _decoded(blocks: Tensor, scales: Tensor) -> Tensor:
+    """float32 [rows, blocks * 32] of uint8 [rows, blocks, 16] and [rows, blocks]."""
+    values = PAIRS.index_select(0, blocks.reshape(-1).to(torch.int32))
+    scaled = values.view(*scales.shape, BLOCK) * POWERS[scales.to(torch.int32)][..., None]
+    return scaled.flatten(1)

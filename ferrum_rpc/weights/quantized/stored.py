@@ -6,7 +6,7 @@ selects keeps its own entry, so that a part without its matrix is found when ten
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Final
 
 import torch
@@ -44,6 +44,11 @@ class QuantizedTensors:
     def get(self, module: str, role: str) -> TensorEntry | None:
         """The entry of a part, or None."""
         return self._entries.get(f"{module}.{role}")
+
+    def part(self, module: str, role: str) -> tuple[str, TensorEntry]:
+        """The name and the entry of a part that is there."""
+        name = f"{module}.{role}"
+        return name, self._entries[name]
 
     def shape(self, module: str, role: str, dtypes: Collection[torch.dtype]) -> tuple[int, ...]:
         """The shape of a part that must be of one of these dtypes."""
@@ -84,16 +89,17 @@ class QuantizedTensors:
         name: str = "weight",
         form: IntegerFormat | None = None,
         integers: AsIntegers | None = None,
+        expert: Callable[[int], Encoding] | None = None,
     ) -> None:
-        """Make an entry ``name`` of ``module`` from these parts, the first of them the largest. ``form`` and
-        ``integers``: see `Encoding`."""
+        """Make an entry ``name`` of ``module`` from these parts, the first of them the largest. ``form``, ``integers``
+        and ``expert``: see `Encoding`."""
         names = {role: f"{module}.{role}" for role in parts}
         taken = {role: (name, self._entries[name]) for role, name in names.items()}
         first, main = next(iter(taken.values()))
         weight = f"{module}.{name}"
         if weight in self._entries and weight not in names.values():
             raise wrong(module, f"{name} must not be there together with its parts")
-        encoding = Encoding(taken, decode, multiple, form=form, integers=integers)
+        encoding = Encoding(taken, decode, multiple, form=form, integers=integers, expert=expert)
         self._made[first] = (weight, TensorEntry(self.dtype, shape, main.file, encoding=encoding))
         self._used.update(names.values())
 
