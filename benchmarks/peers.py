@@ -47,7 +47,6 @@ VLLM: Final = {
 PEERS: Final = (
     EAGER,
     PeerKind("transformers static, compiled", "hf", {"cache": "static"}),
-    PeerKind("transformers continuous batching", "hf", {"cache": "paged"}),
     PeerKind("llama.cpp bf16", "llama_cpp_peer", {"type": "bf16"}, LLAMA_CPP, SPINS),
     PeerKind("llama.cpp Q8_0", "llama_cpp_peer", {"type": "q8_0"}, LLAMA_CPP, SPINS, INT8),
     PeerKind("llama.cpp Q4_K_M", "llama_cpp_peer", {"type": "q4_k_m"}, LLAMA_CPP, SPINS, INT4),

@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks.cases import CACHE, DECODE, Cell
 from benchmarks.compare import Round, alternate, median, percentile, ratio
 from benchmarks.engines.echo import ANY_PORT, EchoCalls, EchoFrames, echo_channel
-from benchmarks.engines.grpc import Batches, Calls, Client, Frames, executor
+from benchmarks.engines.grpc import Calls, Client, Frames, executor
 from benchmarks.engines.ways import CONTEXT, LEAD_IN, Way
 from benchmarks.machine import ROOT
 from benchmarks.record import Benchmark, Option, Record
@@ -45,15 +45,12 @@ LEASE_TTL_S: Final = 600.0  # a session's sequences outlive the rounds of the ot
 WARM_STEPS: Final = 4
 DEPTHS: Final = (1, 2, 4)  # steps in flight
 MANY: Final = 64  # callers at a time, of unary calls only: a session is one scheduler's
-CROWD: Final = 50  # coroutines on one client, each with a sequence of its own, and the items of a batch in lockstep
-ALL_DEPTHS: Final[tuple[int, ...]] = (*DEPTHS, CROWD, MANY)
-BATCHES: Final = "client, batches"  # what a crowd of coroutines is measured against
+ALL_DEPTHS: Final = (*DEPTHS, MANY)
 ECHO_OF: Final = {
     "unary": "echo, unary",
     "client, unary": "echo, unary",
     "session": "echo, stream",
     "client, session": "echo, stream",
-    BATCHES: "echo, stream",
 }
 """What each way is measured against."""
 
@@ -95,7 +92,7 @@ async def sides(transport: str, options: argparse.Namespace, root: Path = ROOT) 
             enter = stack.enter_async_context
             ours = await enter(executor(MODEL, flags, root=root))
             bare = await enter(echo_channel(f"unix:{folder}/echo" if unix else ANY_PORT))
-            clients = [await enter(ExecutorClient(ours.target, session=session)) for session in (False, True, True)]
+            clients = [await enter(ExecutorClient(ours.target, session=session)) for session in (False, True)]
             vocab_size = ours.vocab_size
             unary, session = (kind(ours.channel, vocab_size) for kind in (Calls, Frames))
             found = [
@@ -103,8 +100,7 @@ async def sides(transport: str, options: argparse.Namespace, root: Path = ROOT) 
                 Side(name, "client, unary", Client(clients[0], None, vocab_size), (*DEPTHS, MANY)),
                 Side(name, "echo, unary", EchoCalls(bare, unary), (*DEPTHS, MANY)),
                 Side(name, "session", session, DEPTHS),
-                Side(name, "client, session", Client(clients[1], None, vocab_size), (*DEPTHS, CROWD)),
-                Side(name, BATCHES, Batches(clients[2], None, vocab_size), (*DEPTHS, CROWD)),
+                Side(name, "client, session", Client(clients[1], None, vocab_size), DEPTHS),
                 Side(name, "echo, stream", EchoFrames(bare, session), DEPTHS),
             ]
             for side in found:
@@ -142,13 +138,9 @@ def points(taken: Mapping[Key, Sequence[Round]]) -> list[dict[str, Any]]:
     for (transport, way, depth), rounds in taken.items():
         row = rows.setdefault((transport, way), {"transport": transport, "way": way})
         echoes = taken.get((transport, ECHO_OF.get(way, ""), depth))
-        batches = taken.get((transport, BATCHES, depth))
         if depth == 1:
             row |= alone(rounds, echoes)
-        if depth != CROWD:
-            row[f"steps/s at {depth}"] = median((len(each.step_s) / each.wall_s for each in rounds), 1)
-        elif batches is not None and way != BATCHES:
-            row[f"in batches of {CROWD}"] = ratio(rounds, batches)
+        row[f"steps/s at {depth}"] = median((len(each.step_s) / each.wall_s for each in rounds), 1)
         if other := taken.get((transport + AGAINST, way, depth)):
             row[f"of the other checkout's step at {depth}"] = ratio(rounds, other)
     return list(rows.values())

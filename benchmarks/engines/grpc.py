@@ -292,22 +292,6 @@ class Client(Way):
         return (await self._sequences[sequence].decode(TOKEN, truncate_to=self.back)).timing
 
 
-class Batches(Client):
-    """In lockstep: every empty step is one batch of all sequences, and the next waits for all of it."""
-
-    async def take(self, depth: int, steps: int) -> Round:
-        """A step of the batch is one of every sequence."""
-        timed = Round()
-        began = time.perf_counter()
-        for _ in timed.steps(range(steps), 0):
-            items = [each.item([TOKEN], truncate_to=self.back) for each in self._sequences[:depth]]
-            _done(timed, (await self.client.forward(items)).all_answers())
-        timed.wall_s = time.perf_counter() - began
-        for values in (timed.step_s, timed.forward_s, timed.queue_s):
-            values[:] = [value for value in values for _ in range(depth)]
-        return timed
-
-
 def _done(timed: Round, answers: Sequence[Answer]) -> None:
     """A step has ended: its timing by the server, and its rows."""
     timing = answers[-1].timing

@@ -8,7 +8,7 @@ import benchmarks.protocol
 from benchmarks.compare import Round
 from benchmarks.engines.process import ServerDied
 from benchmarks.engines.ways import in_calls, in_frames
-from benchmarks.protocol import AGAINST, BATCHES, BENCHMARK, CROWD, DEPTHS, ECHO_OF, MANY, alone, points, sides, targets
+from benchmarks.protocol import AGAINST, BENCHMARK, DEPTHS, ECHO_OF, MANY, alone, points, sides, targets
 from benchmarks.table import bound_of, rows_of
 
 
@@ -30,8 +30,6 @@ def test_a_quick_run_takes_every_way_at_every_depth(quick_run):
         if way in ECHO_OF:
             assert len(rows[way]["in echoes"]["pairs"]) == 2
             assert 0 < rows[way]["forward, ms"] < rows[way]["p50, ms"]
-    crowd = f"in batches of {CROWD}"
-    assert len(rows["client, session"][crowd]["pairs"]) == 2 and rows[BATCHES][crowd] is None
     sizes = result["settings"]["bytes"].split("; ")
     assert [each.partition(" and ")[0].rpartition(" ")[0] for each in sizes] == ["unix, unary", "unix, session"]
 
@@ -51,13 +49,6 @@ def test_rates_count_all_that_is_in_flight():
     assert echo["steps/s at 4"] == 8000.0 and "in echoes" not in echo
     standing = {each["what"]: each["value"] for each in targets(found, "")}
     assert standing == {"an empty step, session, in bare echoes": 2.0, "empty steps in a session, 4 in flight": 4000.0}
-
-
-def test_a_crowd_is_measured_against_batches_and_not_against_the_echo():
-    taken = {("tcp", "client, session", CROWD): rounds(5e-3), ("tcp", BATCHES, CROWD): rounds(4e-3)}
-    session, batches = points(taken)
-    crowd = f"in batches of {CROWD}"
-    assert session[crowd] == {"pairs": [1.25] * 3, "median": 1.25, "low": 1.25, "high": 1.25} and crowd not in batches
 
 
 def test_two_checkouts_are_compared_pair_by_pair():
