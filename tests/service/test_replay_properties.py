@@ -251,24 +251,6 @@ async def test_a_retry_in_a_batch_that_waits_for_a_queued_call_shares_its_result
 # --- cancelled, or too late -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", ["reserve", "forward", "commit"])
-@patiently
-async def test_cancelled_after_dispatch_the_step_completes_and_can_be_replayed(scheduler, stage):
-    handle = await scheduler.new(1, 2, 3)
-    hold = scheduler.gate.hold(stage)
-    call = scheduler.decode(handle, 7, "one")
-    await scheduler.in_flight(1)
-    await hold.reached()
-    await scheduler.cancel(call)
-    retry = asyncio.ensure_future(scheduler.decode(handle, 7, "one"))
-    await scheduler.in_flight(1)
-    hold.go()
-    for answer in (await retry, await scheduler.decode(handle, 7, "one")):
-        assert answer.output.replayed
-        is_after(answer, 1, 2, 3, 7)
-    await scheduler.nothing_is_left(answer.output.handle)
-
-
 @patiently
 async def test_a_batch_with_a_retry_of_its_own_is_cancelled_like_any_other(scheduler):
     handle = await scheduler.new(1, 2, 3)
@@ -277,61 +259,6 @@ async def test_a_batch_with_a_retry_of_its_own_is_cancelled_like_any_other(sched
         await scheduler.in_flight(2)
         await scheduler.cancel(batch)
     await scheduler.nothing_is_left(handle)
-
-
-@pytest.mark.parametrize("queued", [True, False], ids=["queued", "in flight"])
-@pytest.mark.parametrize("ending", ["cancelled", "too late"])
-@patiently
-async def test_an_abandoned_creation_without_request_id_leaves_no_sequence(scheduler, queued, ending):
-    how = {} if ending == "cancelled" else {"timeout": 0.5}
-
-    async def abandon(running: int) -> None:
-        call = scheduler.prefill(4, 5, **how)
-        batch = scheduler.unified(item(None, [6]), item(None, [7]))
-        await scheduler.in_flight(running + 2)
-        if ending == "cancelled":
-            await scheduler.cancel(call)
-        else:
-            assert await reason(call) == "DEADLINE_EXCEEDED"
-        await until(lambda: scheduler.served.server.calls.in_flight == running + 1)
-        await scheduler.cancel(batch)
-        assert creating(scheduler.state) == running or not queued
-
-    if queued:
-        async with scheduler.busy():
-            await abandon(1)
-    else:
-        hold = scheduler.gate.hold("forward")
-        await abandon(0)
-        hold.go()
-    await scheduler.nothing_is_left()
-
-
-@patiently
-async def test_an_abandoned_creation_with_request_id_is_found_again(scheduler):
-    hold = scheduler.gate.hold("forward")
-    call = scheduler.prefill(4, 5, request_id="one")
-    await hold.reached()
-    await scheduler.cancel(call)
-    hold.go()
-    answer = await scheduler.prefill(4, 5, request_id="one")
-    assert answer.output.replayed
-    is_after(answer, 4, 5)
-    await scheduler.nothing_is_left(answer.output.handle)
-
-
-@patiently
-async def test_a_queued_call_that_duplicates_wait_for_survives_its_caller(scheduler):
-    handle = await scheduler.new(1, 2, 3)
-    async with scheduler.busy():
-        first = scheduler.decode(handle, 7, "one")
-        await scheduler.in_flight(2)
-        waiting = [asyncio.ensure_future(scheduler.decode(handle, 7, "one")) for _ in range(3)]
-        await scheduler.in_flight(5)
-        await scheduler.cancel(first)
-    for answer in await asyncio.gather(*waiting):
-        is_after(answer, 1, 2, 3, 7)
-    await scheduler.nothing_is_left(answer.output.handle)
 
 
 @pytest.mark.parametrize(("ending", "request_id"), [("cancelled", ""), ("cancelled", "one"), ("too late", "one")])
@@ -467,38 +394,6 @@ async def test_releasing_any_version_during_a_step_frees_the_sequence_when_it_en
     pressure = (await release).pressure
     assert (pressure.free_blocks, pressure.sequences) == (pressure.total_blocks, 0)
     assert await reason(scheduler.decode((await call).output.handle, 8)) == "HANDLE_RELEASED"
-    await scheduler.nothing_is_left()
-
-
-@pytest.mark.parametrize("queued", [True, False], ids=["queued", "in flight"])
-@patiently
-async def test_a_reset_is_answered_when_every_sequence_is_released(scheduler, queued):
-    """`Releases every sequence. Their handles answer HANDLE_RELEASED`, also those with a call under way."""
-    handle, idle = await scheduler.new(1, 2, 3), await scheduler.new(4, 5)
-    blocking = scheduler.gate.hold("forward") if queued else None
-    hold = scheduler.gate.hold("forward")
-    if blocking is not None:
-        blocker = asyncio.ensure_future(scheduler.truncate(idle, 2))
-        blocker = asyncio.ensure_future(scheduler.decode((await blocker).handle, 9))
-        await blocking.reached()
-    call = asyncio.ensure_future(outcome(scheduler.decode(handle, 7)))
-    await scheduler.in_flight(1 + queued)
-    if blocking is None:
-        await hold.reached()
-    reset = asyncio.ensure_future(scheduler.served.reset())
-    await scheduler.in_flight(2 + queued)
-    if blocking is not None:
-        blocking.go()
-        await blocker
-    await hold.reached()
-    await asyncio.wait([reset], timeout=0.2)
-    if reset.done():
-        assert await reason(scheduler.decode(handle, 7)) == "HANDLE_RELEASED"
-    hold.go()
-    assert (await reset).released_sequences == 2
-    assert await reason(scheduler.decode(handle, 7)) == "HANDLE_RELEASED"
-    assert await reason(scheduler.decode(idle, 7)) == "HANDLE_RELEASED"
-    await call
     await scheduler.nothing_is_left()
 
 

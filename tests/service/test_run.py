@@ -290,8 +290,13 @@ async def test_a_reset_ends_sequences_that_are_being_created() -> None:
         await until(lambda: creating(served.server.state) == 4)
         reset = asyncio.ensure_future(served.reset())
         await until(lambda: all(each.pending_end for each in served.server.state.sequences()))
-        steps.free()
+        steps.allow(1)
         answer = await run
+        await steps.held()  # in the step of the plain creation
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not reset.done()
+        steps.free()
         assert (len(chosen(answer)), answer.output.run_end, cause(answer)) == (3, CUT, Reason.HANDLE_RELEASED)
         for handle in (answer.output.handle, await plain, parent, *(await fork).handles):
             assert "reset" in (await refused(served.decode([1], handle), Reason.HANDLE_RELEASED)).message
