@@ -45,7 +45,7 @@ LEASE_TTL_S: Final = 600.0  # a session's sequences outlive the rounds of the ot
 WARM_STEPS: Final = 4
 DEPTHS: Final = (1, 2, 4)  # steps in flight
 MANY: Final = 64  # callers at a time, of unary calls only: a session is one scheduler's
-ALL_DEPTHS: Final = (*DEPTHS, MANY)
+ALL_DEPTHS: Final[tuple[int, ...]] = (*DEPTHS, MANY)
 ECHO_OF: Final = {
     "unary": "echo, unary",
     "client, unary": "echo, unary",
