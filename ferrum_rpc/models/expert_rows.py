@@ -3,21 +3,28 @@
 Rows are sorted by expert, so that each multiplies its rows at once. A row's answers are added in the order of its
 experts, in float32 (or wider), and rounded once, with the part that computes every row if there is one. Sums and
 products are operations of their own, and no function of torch is used whose bits depend on a number's place in a
-tensor. So a row's bits do not depend on its neighbours where products do not.
+tensor. So a row's bits do not depend on its neighbours where products do not. Where products and gates are our kernels
+all experts are one call (``experts.c``), which computes the same bits.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ferrum_rpc.models.fused_ops import FusedOps
+from ferrum_rpc.models.fused_ops import FusedOps, NativeFusedOps
 from ferrum_rpc.models.linear import Linear, LinearFactory
 from ferrum_rpc.models.native_linear import NativeLinear, PairFactory, PanelFactory
 from ferrum_rpc.models.parts.experts import Experts, Routing
+from ferrum_rpc.native import library
+
+TOGETHER: Final = 1024
+"""As in experts.c: rows that experts compute at a time."""
 
 
 class ExpertRouter:
@@ -69,17 +76,22 @@ class ExpertRows:
         self._routing, self._router, self._choice = part.routing, router, choice
         self._gated = part.shared_gate is not None
         self._gate_ups, self._downs = gate_ups, downs
+        native = [each for each in (*gate_ups, *downs) if isinstance(each, NativeLinear)]
+        self._in_c = NativeExperts(native, part.routing.chosen) if len(native) == 2 * len(downs) else None
 
     @property
     def native(self) -> bool:
         """Whether a row's bits do not depend on its neighbours."""
-        return self._router.native and all(isinstance(each, NativeLinear) for each in (*self._gate_ups, *self._downs))
+        return self._router.native and self._in_c is not None
 
     def add(self, rows: Tensor, shared: Tensor | None, ops: FusedOps) -> Tensor:
         """Their answers for ``rows`` [T, hidden], and ``shared`` [T, hidden], which every row has, if there is such a
         part; the same shape."""
         scores, gate = self._router(rows).tensor_split([len(self._downs)], 1)
         experts, weights = route(scores, self._routing, self._choice)
+        if self._in_c is not None and isinstance(ops, NativeFusedOps):
+            gates = _sigmoid(gate).contiguous() if self._gated else None
+            return self._in_c(rows, experts, weights, shared, gates, ops)
         chosen = experts.shape[1]
         order = experts.flatten().argsort(stable=True)
         sorted_rows = rows.index_select(0, order // chosen)
@@ -97,6 +109,52 @@ class ExpertRows:
         if shared is not None:
             total += shared * _sigmoid(gate) if self._gated else shared
         return total.to(rows.dtype)
+
+
+class NativeExperts:
+    """Experts in one call. ``products``: those to gate and up, then those back."""
+
+    def __init__(self, products: Sequence[NativeLinear], chosen: int) -> None:
+        self._space, self._chosen, self._count = products[0].space, chosen, len(products) // 2
+        self._addresses = (ctypes.c_void_p * len(products))(*(each.address for each in products))
+        self._products = products
+
+    def __call__(  # noqa: PLR0917 - as `Layer`'s calls
+        self,
+        rows: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        shared: Tensor | None,
+        gate: Tensor | None,
+        ops: NativeFusedOps,
+    ) -> Tensor:
+        """As `ExpertRows.add`: of bfloat16 ``rows`` [T, hidden] what their ``experts`` int64 [T, chosen] find, times
+        ``weights`` float32, and ``shared`` if there is such a part, times ``gate`` [T, 1] if there is one."""
+        first = ctypes.addressof(self._addresses)
+        layer = library.ExpertLayer(
+            first,
+            first + self._count * ctypes.sizeof(ctypes.c_void_p),
+            ctypes.addressof(ops.kind),
+            self._count,
+            self._chosen,
+            ops.lanes,
+        )
+        found = torch.empty_like(rows)
+        status = self._space.library.ferrum_experts(
+            self._space.experts,
+            ctypes.addressof(layer),
+            rows.data_ptr(),
+            len(rows),
+            experts.data_ptr(),
+            weights.data_ptr(),
+            None if shared is None else shared.data_ptr(),
+            None if gate is None else gate.data_ptr(),
+            found.data_ptr(),
+            torch.get_num_threads(),
+        )
+        if status:
+            raise MemoryError("no memory for the buffers of experts")
+        return found
 
 
 def route(logits: Tensor, routing: Routing, choice: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from typing import Final
 import torch
 
 from ferrum_rpc.models.base import ONE_CALL_TOKENS
-from ferrum_rpc.models.expert_rows import ExpertRouter
+from ferrum_rpc.models.expert_rows import TOGETHER, ExpertRouter
 from ferrum_rpc.models.fused_ops import FusedOps, NativeFusedOps, TorchFusedOps
 from ferrum_rpc.models.latent_rows import LatentLifts, of_own
 from ferrum_rpc.models.layout import EMBEDDED, HEAD, LAYERS, Held, HeldPart
@@ -124,8 +124,12 @@ def activation_bytes(build: DecoderBuild, tokens: int, rows: int, attending: int
         if isinstance(build.head, PanelFactory):  # of fewer rows, but perhaps of more bytes each
             of_rows.append(build.head.row_bytes(hidden))
         kept += max(of_rows)
-        buffers = max(build.linear.thread_bytes, *(StoredFactory.thread_bytes(form) for form in forms), 0)
-        buffers = torch.get_num_threads() * (buffers + min(tokens, JOB_ROWS) * SUM_BYTES)
+        experts = {layer.mlp for layer in layers if isinstance(layer.mlp, Experts)}
+        buffers = max(
+            (_expert_buffers(each, tokens, max(of_rows)) for each in experts if _calls_experts(build)), default=0
+        )
+        of_thread = max(build.linear.thread_bytes, *(StoredFactory.thread_bytes(form) for form in forms), 0)
+        buffers += torch.get_num_threads() * (of_thread + min(tokens, JOB_ROWS) * SUM_BYTES)
     passing = build.linear.passing(build.dtype)
     widths = {layer: (*_widths(layer.mixer), *_widths(layer.mlp)) for layer in layers}
     if native and attending is not None:  # and its answer, which is copied
@@ -145,7 +149,8 @@ def activation_bytes(build: DecoderBuild, tokens: int, rows: int, attending: int
         moments.append(tokens * ((normed + up + attended) * size + max(gated * size, up * passing)))
         moments.append(tokens * ((max(attended, gated) + attended) * size + hidden * passing))
         if isinstance(layer.mlp, Experts):
-            moments.append(_expert_moment(layer.mlp, tokens, size) + tokens * attended * size)
+            found = _expert_moment(layer.mlp, tokens, size, in_c=_calls_experts(build))
+            moments.append(found + tokens * attended * size)
     fp32 = 4 if build.packed or size >= 4 else 4 + size
     logits = rows * (hidden * size + spec.vocab_size * fp32) * build.shard.last
     rotation = hidden * size + angles + angles * 2 // 3  # hidden; angles, cosines, sines, and the cosines twice
@@ -238,12 +243,26 @@ def _latent_moment(mixer: LatentAttention, tokens: int, size: int, attending: in
     return tokens * made * size + max(rotating, tokens * (queries + mixer.shape.width + attended) * size + attending)
 
 
-def _expert_moment(part: Experts, tokens: int, size: int) -> int:
+def _calls_experts(build: DecoderBuild) -> bool:
+    """Whether all experts of a layer are one call of C."""
+    return build.packed and isinstance(build.ops, NativeFusedOps)
+
+
+def _expert_buffers(part: Experts, tokens: int, row_bytes: int) -> int:
+    """Bytes that ``experts.c`` keeps. ``row_bytes``: of a row that is made ready."""
+    rows = tokens * part.routing.chosen
+    together = min(rows, TOGETHER) * (3 * part.inner * 2 + max(row_bytes, part.hidden * 2))
+    return rows * (2 * 4 + part.hidden * 2) + together
+
+
+def _expert_moment(part: Experts, tokens: int, size: int, *, in_c: bool) -> int:
     """Bytes of a layer while its experts compute: the row, and that of the part that all rows have; for each of the
     ``chosen`` the row and the answer; of one expert, which may have all rows, its products, and what torch makes of a
-    clamped gate; and the sums."""
+    clamped gate; and the sums. ``in_c``: the two rows and their sum."""
     hidden, wide, chosen = part.hidden, max(4, size), part.routing.chosen
     routing = tokens * part.count * 4 * wide + tokens * chosen * 4 * 8
+    if in_c:
+        return tokens * 2 * hidden * size + max(routing, tokens * hidden * size)
     clamping = 4 * part.inner * wide if isinstance(part.activation, Clamped) else 0
     expert = tokens * ((3 * part.inner + hidden) * size + clamping)
     sums = 2 * tokens * hidden * wide

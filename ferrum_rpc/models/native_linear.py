@@ -53,8 +53,11 @@ class Workspace:
     def __init__(self) -> None:
         self.library = library.load()
         self.handle = self.library.ferrum_linears_new()
+        self.experts = self.library.ferrum_experts_new(self.handle)
 
     def __del__(self) -> None:
+        if getattr(self, "experts", None):
+            self.library.ferrum_experts_free(self.experts)
         if getattr(self, "handle", None):
             self.library.ferrum_linears_free(self.handle)
 

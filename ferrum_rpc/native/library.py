@@ -66,6 +66,15 @@ class MatrixStruct(ctypes.Structure):
     )
 
 
+class ExpertLayer(ctypes.Structure):
+    """``struct expert_layer`` of experts.h. Pointers are to pointers to `MatrixStruct`, and to a `RowKindStruct`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("gate_ups", "downs", "kind")),
+        *((name, ctypes.c_int32) for name in ("count", "chosen", "lanes")),
+    )
+
+
 class RecurrentWeightsStruct(ctypes.Structure):
     """``struct recurrent_weights`` of layer.h. Pointers are to the tensors' elements."""
 
@@ -214,12 +223,12 @@ class GatedRows(ctypes.Structure):
 
 
 STRUCTS: Final = (
-    *(SpanArrays, RowKindStruct, RowTask, MatrixStruct, RecurrentWeightsStruct, LayerWeights, AttentionLayer),
-    *(AttentionStep, Draw),
+    *(SpanArrays, RowKindStruct, RowTask, MatrixStruct, ExpertLayer, RecurrentWeightsStruct, LayerWeights),
+    *(AttentionLayer, AttentionStep, Draw),
     *(PenaltyStruct, RowMaskStruct, LimitsStruct, LoraPart, LoraChange, LoraStep, RecurrentLayer, RecurrentJob),
     *(DecayRows, GatedRows),
 )
-ABI_VERSION: Final = 31
+ABI_VERSION: Final = 32
 """As in abi.c, which exports it with the sizes of `STRUCTS`."""
 
 BUILD: Final = "install ferrum-rpc-kernels where a C compiler is (in a checkout: `make setup`)"
@@ -266,6 +275,9 @@ FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "ferrum_linear": (_I, _P, _P, *_ROWS, _P, _I, _I),
     "ferrum_linear_heads": (_I, _P, _P, _I, _P, *(_L,) * 3, _P, _L, _L, _I),
     "ferrum_linear_largest": (_I, _P, _P, *_ROWS, _P, _I),
+    "ferrum_experts_new": (_P, _P),
+    "ferrum_experts_free": (None, _P),
+    "ferrum_experts": (_I, _P, _P, _P, _L, *(_P,) * 5, _I),
     "ferrum_mix": (None, _P, _L, _I),
     "ferrum_quantize": (None, _P, _L, _I, _P, _P, _P, _P, _I),
     "ferrum_layers_new": (_P, _P, _P, _P),

@@ -4,6 +4,7 @@
 #include <stdint.h>
 
 #include "attention.h"
+#include "experts.h"
 #include "layer.h"
 #include "linear.h"
 #include "lora.h"
@@ -14,7 +15,7 @@
 
 /* Raised with every change of a struct or a function that Python declares. */
 #ifndef FERRUM_ABI_VERSION
-#define FERRUM_ABI_VERSION 31
+#define FERRUM_ABI_VERSION 32
 #endif
 
 /* The version at 0, then the sizes of the structs in the order of `STRUCTS` there; -1 beyond. */
@@ -26,6 +27,7 @@ int32_t ferrum_abi(int32_t which)
         sizeof(struct row_kind),
         sizeof(struct row_task),
         sizeof(struct matrix),
+        sizeof(struct expert_layer),
         sizeof(struct recurrent_weights),
         sizeof(struct layer_weights),
         sizeof(struct attention_layer),

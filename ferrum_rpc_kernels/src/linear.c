@@ -161,7 +161,7 @@ static struct kernel kernel_of(int32_t kind)
     return (struct kernel){&isa_portable, prepare_bytes_portable, kind == BYTES ? 4 : 8, 4, NEVER, FEW(found)};
 }
 
-/* Buffers of buffer.h. */
+/* Buffers of buffer.h. Of a list of products each has a part of `rows`, `scales` and `starts`, m being its rows. */
 struct ferrum_linears {
     struct kernel kernels[FACTORED + 1]; /* of enum kind */
     float *sums;      /* [threads][SLAB][GEMM_WIDTH] */
@@ -170,9 +170,9 @@ struct ferrum_linears {
     float *scales;    /* all but pairs: [m][k / group] */
     int32_t *starts;  /* the same */
     struct best *best; /* [threads][m] */
-    size_t sums_size, unpacked_size, rows_size, scales_size, starts_size, best_size;
-    struct ferrum_linears *of_threads; /* for products that threads do not share */
-    int32_t count;
+    struct problem *problems;
+    struct product *products;
+    size_t sums_size, unpacked_size, rows_size, scales_size, starts_size, best_size, problems_size, products_size;
 };
 
 /* The floats in the vectors of this machine's kernel: 16 (AVX-512), 8 (AVX2) or 4 (portable C); 32 with AMX. */
@@ -194,7 +194,7 @@ struct ferrum_linears *ferrum_linears_new(void)
     return made;
 }
 
-static void free_buffers(struct ferrum_linears *self)
+void ferrum_linears_free(struct ferrum_linears *self)
 {
     free(self->sums);
     free(self->unpacked);
@@ -202,46 +202,39 @@ static void free_buffers(struct ferrum_linears *self)
     free(self->scales);
     free(self->starts);
     free(self->best);
-}
-
-void ferrum_linears_free(struct ferrum_linears *self)
-{
-    for (int32_t i = 0; i < self->count; i++)
-        free_buffers(self->of_threads + i);
-    free(self->of_threads);
-    free_buffers(self);
+    free(self->problems);
+    free(self->products);
     free(self);
 }
 
-/* Whether each of so many threads has buffers of its own, for products of the same kernels. */
-static int divide(struct ferrum_linears *self, int32_t threads)
+/* Room for so many problems. NULL if memory is short. */
+struct problem *ferrum_linear_problems(struct ferrum_linears *self, int32_t count)
 {
-    if (threads <= self->count)
-        return 1;
-    struct ferrum_linears *grown = realloc(self->of_threads, (size_t)threads * sizeof *grown);
-    if (!grown)
-        return 0;
-    for (; self->count < threads; self->count++) {
-        grown[self->count] = (struct ferrum_linears){0};
-        memcpy(grown[self->count].kernels, self->kernels, sizeof self->kernels);
-    }
-    self->of_threads = grown;
-    return 1;
+    return reserve_buffer(&self->problems, &self->problems_size, (size_t)count * sizeof *self->problems) ? self->problems
+                                                                                                          : NULL;
 }
 
+/* A problem and how it is computed. `ready`: its rows are made ready, in `room` bytes. Of a list it has the rows that are
+ * made ready from `first_row` to `last_row`, and the jobs from `first_job` to `last_job`. */
 struct product {
-    const struct matrix *linear;
+    const struct problem *problem;
     const struct kernel *kernel;
     const struct loops *loops;
     const char *rows;
-    const float *row_scales;
-    const int32_t *row_starts;
-    size_t row_bytes, panel_bytes, out_bytes;
-    char *out;
-    int64_t count;
-    int panels, unit, slabs, wide; /* all panels, those of a job, jobs of the same panels */
-    int ranked;                    /* the largest of each row is wanted, and no row */
-    int together, groups;          /* elements of a column in a vector; groups of a column */
+    float *row_scales;
+    int32_t *row_starts;
+    size_t row_bytes, panel_bytes, room;
+    int64_t first_row, last_row, first_job, last_job;
+    int panels, slabs;           /* all panels; jobs of the same panels */
+    int together, groups, ready; /* elements of a column in a vector; groups of a column */
+};
+
+/* Products that threads share. `unit`: panels of a job; `slab`: its rows at most; `ready`: rows that are made
+ * ready; `unpacking`: some are unpacked. */
+struct list {
+    struct product *products;
+    int64_t jobs, ready, slab;
+    int unit, wide, unpacking;
 };
 
 /* What a thread has of its own: see struct ferrum_linears, and gemm_amx.h. */
@@ -252,24 +245,44 @@ struct thread {
     int configured;
 };
 
-/* Job `job`: its panels against its rows. `next`: the one that this thread will do then. */
-static void multiply(const struct product *product, int64_t job, int64_t next, struct thread *own)
+/* A job of a list: panels of a product from `panel` on against the rows of slab `slab`. */
+struct job {
+    const struct product *product;
+    int panel, slab;
+};
+
+/* The next job that no thread has; its product is `product` or a later one, or NULL: there is none. */
+static struct job next_job(const struct list *list, int64_t *taken, const struct product *product)
 {
-    const struct matrix *linear = product->linear;
+    const int64_t number = __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED);
+    if (number >= list->jobs)
+        return (struct job){0};
+    while (number >= product->last_job)
+        product++;
+    const int64_t own = number - product->first_job;
+    return (struct job){product, (int)(own / product->slabs) * list->unit, (int)(own % product->slabs)};
+}
+
+/* Do a job. `next`: the one that this thread will do then. */
+static void multiply(const struct list *list, const struct job *job, const struct job *next, struct thread *own)
+{
+    const struct product *product = job->product;
+    const struct problem *problem = product->problem;
+    const struct matrix *linear = problem->linear;
     const struct kernel *kernel = product->kernel;
     const struct loops *loops = product->loops;
-    const int panel = (int)(job / product->slabs) * product->unit;
-    const int panels = product->panels - panel < product->unit ? product->panels - panel : product->unit;
-    const int64_t from = job % product->slabs * SLAB;
-    const int rows = (int)(product->count - from < SLAB ? product->count - from : SLAB);
+    const int panel = job->panel;
+    const int panels = product->panels - panel < list->unit ? product->panels - panel : list->unit;
+    const int64_t from = (int64_t)job->slab * SLAB;
+    const int rows = (int)(problem->count - from < SLAB ? problem->count - from : SLAB);
     const int blocks = (rows + loops->rows - 1) / loops->rows;
     const size_t step = loops->packed ? 64 : kernel->step;
     const int vectors = (int)(product->panel_bytes / 64), groups = product->groups, together = product->together;
     const size_t scale_bytes = linear->kind == FACTORED ? sizeof(uint8_t) : sizeof(uint16_t);
     const size_t supers = linear->factors ? (size_t)(linear->k / SUPER_GROUP) * 2 * GEMM_COLUMNS : 0;
     const char *ahead = NULL;
-    if (blocks > 1 && next / product->slabs != job / product->slabs)
-        ahead = linear->panels + next / product->slabs * product->unit * product->panel_bytes;
+    if (blocks > 1 && (next->product != product || next->panel != panel))
+        ahead = next->product->problem->linear->panels + next->panel * next->product->panel_bytes;
     memset(own->sums, 0, (size_t)rows * GEMM_WIDTH * sizeof *own->sums);
     for (int first = 0; first < vectors; first += loops->chunk) {
         struct gemm_tile tile = {
@@ -310,7 +323,9 @@ static void multiply(const struct product *product, int64_t job, int64_t next, s
             const int count = even < rows - row ? even : rows - row;
             tile.rows = product->rows + (from + row) * product->row_bytes + first * step;
             tile.sums = own->sums + row * GEMM_WIDTH;
-            tile.ahead = ahead && block < panels ? ahead + block * product->panel_bytes + (size_t)first * 64 : tile.panels;
+            tile.ahead = tile.panels;
+            if (ahead && block < panels)
+                tile.ahead = ahead + block * next->product->panel_bytes + (size_t)first * 64;
             if (groups) {
                 tile.row_scales = product->row_scales + (from + row) * groups + group;
                 tile.row_starts = product->row_starts + (from + row) * groups + group;
@@ -322,103 +337,156 @@ static void multiply(const struct product *product, int64_t job, int64_t next, s
     const int column = panel * GEMM_COLUMNS;
     const int columns = linear->n - column < panels * GEMM_COLUMNS ? linear->n - column : panels * GEMM_COLUMNS;
     for (int row = 0; row < rows; row++)
-        if (product->ranked)
-            kernel->isa->best_of_row(own->sums + row * GEMM_WIDTH, linear->bias, column, columns, own->best + from + row);
-        else
+        if (problem->out)
             kernel->isa->round_row(own->sums + row * GEMM_WIDTH, linear->bias, column, columns,
-                                   product->out + (from + row) * product->out_bytes, product->wide);
+                                   problem->out + (from + row) * problem->out_bytes, list->wide);
+        else
+            kernel->isa->best_of_row(own->sums + row * GEMM_WIDTH, linear->bias, column, columns, own->best + from + row);
 }
 
-/* The product of x [count, k], whose rows lie `x_stride` elements apart, by one matrix to `out`, whose rows lie `out_bytes`
- * apart, or only the largest of each row to `self->best`, of as many threads as it returns; -1 if memory for the buffers is
- * short. */
-static int32_t run(struct ferrum_linears *self, const struct matrix *linear, const char *x, int64_t x_stride,
-                   int64_t count, char *out, size_t out_bytes, int32_t wide, int32_t threads)
+/* How a problem is computed. */
+static struct product plan(const struct ferrum_linears *self, const struct problem *problem)
 {
-    const int groups = linear->group ? linear->k / linear->group : 0, together = elements_of[linear->kind];
+    const struct matrix *linear = problem->linear;
     const struct kernel *kernel = self->kernels + linear->kind;
+    const int together = elements_of[linear->kind];
     struct product product = {
-        .linear = linear,
+        .problem = problem,
         .kernel = kernel,
-        .loops = count >= kernel->many_from ? &kernel->many : &kernel->few,
-        .rows = x,
-        .row_bytes = (size_t)x_stride * 2,
+        .loops = problem->count >= kernel->many_from ? &kernel->many : &kernel->few,
+        .rows = problem->x,
+        .row_bytes = (size_t)problem->x_stride * 2,
         .panel_bytes = (size_t)linear->k / together * 64,
-        .out = out,
-        .out_bytes = out_bytes,
-        .count = count,
         .panels = (linear->n + GEMM_COLUMNS - 1) / GEMM_COLUMNS,
-        .unit = GEMM_PANELS,
-        .slabs = (int)((count + SLAB - 1) / SLAB),
-        .wide = wide,
-        .ranked = !out,
+        .slabs = (int)((problem->count + SLAB - 1) / SLAB),
         .together = together,
-        .groups = groups,
+        .groups = linear->group ? linear->k / linear->group : 0,
     };
-    if (product.panels * product.panel_bytes < SMALL)
-        threads = 1;
-    while (product.unit > 1 && (int64_t)product.panels / product.unit * product.slabs < 4 * threads)
-        product.unit /= 2;
-    const int64_t jobs = (int64_t)((product.panels + product.unit - 1) / product.unit) * product.slabs;
-    const size_t sums = (size_t)(count < SLAB ? count : SLAB) * GEMM_WIDTH;
-    if (!reserve_buffer(&self->sums, &self->sums_size, threads * sums * sizeof(float)))
-        return -1;
-    const int unpacking = product.loops->unpack != NULL;
-    if (unpacking && !reserve_buffer(&self->unpacked, &self->unpacked_size, (size_t)threads * UNPACKED_BYTES))
-        return -1;
-    if (product.ranked) {
-        if (!reserve_buffer(&self->best, &self->best_size, (size_t)threads * count * sizeof *self->best))
-            return -1;
-        for (int64_t i = 0; i < threads * count; i++)
-            self->best[i] = (struct best){INT32_MIN, INT32_MAX};
-    }
-    if (kernel->prepare) {
+    product.ready = kernel->prepare || product.loops->packed || problem->index;
+    if (kernel->prepare)
         product.row_bytes = product.panel_bytes / 64 * kernel->step;
-        if (!reserve_buffer(&self->rows, &self->rows_size, (size_t)count * product.row_bytes) ||
-            !reserve_buffer(&self->scales, &self->scales_size, (size_t)count * groups * sizeof(float)) ||
-            !reserve_buffer(&self->starts, &self->starts_size, (size_t)count * groups * sizeof(int32_t)))
-            return -1;
-        product.rows = self->rows;
-        product.row_scales = self->scales;
-        product.row_starts = self->starts;
-    }
+    else if (product.ready)
+        product.row_bytes = (size_t)linear->k * 2;
+    product.room = (size_t)problem->count * product.row_bytes;
 #if defined(AMX)
     if (product.loops->packed) {
         product.row_bytes = amx_packed_bytes(linear->k);
-        if (!reserve_buffer(&self->rows, &self->rows_size, (size_t)(count + AMX_ROWS - 1) * product.row_bytes))
-            return -1;
-        product.rows = self->rows;
+        product.room = (size_t)(problem->count + AMX_ROWS - 1) * product.row_bytes;
     }
 #endif
+    product.room = (product.room + 63) / 64 * 64;
+    return product;
+}
+
+/* Make row `row` of a product ready. */
+static void make_ready(const struct product *product, int64_t row)
+{
+    const struct problem *problem = product->problem;
+    const struct matrix *linear = problem->linear;
+    const char *x = problem->x + (size_t)(problem->index ? problem->index[row] : row) * problem->x_stride * 2;
+    char *const rows = (char *)product->rows, *const to = rows + (size_t)row * product->row_bytes;
+    const size_t group = (size_t)row * product->groups;
+    if (product->kernel->prepare)
+        product->kernel->prepare(linear, x, to, product->row_scales + group, product->row_starts + group);
+#if defined(AMX)
+    else if (product->loops->packed)
+        amx_pack(x, row, linear->k, rows);
+#endif
+    else
+        memcpy(to, x, product->row_bytes);
+}
+
+/* Plan a list of problems, and reserve what it needs. 0, or -1 if memory is short. `threads` becomes 1 where the weights are
+ * few. */
+static int32_t plan_all(struct ferrum_linears *self, const struct problem *problems, int32_t count, int32_t *threads,
+                        struct list *list)
+{
+    if (!reserve_buffer(&self->products, &self->products_size, (size_t)count * sizeof *self->products))
+        return -1;
+    struct product *const products = list->products = self->products;
+    size_t weights = 0, rows = 0, groups = 0;
+    int64_t units = 0;
+    for (int32_t i = 0; i < count; i++) {
+        struct product *const product = products + i;
+        *product = plan(self, problems + i);
+        weights += product->panels * product->panel_bytes;
+        units += (int64_t)product->panels * product->slabs;
+        list->slab = problems[i].count > list->slab ? problems[i].count : list->slab;
+        list->unpacking |= product->loops->unpack != NULL;
+        if (product->ready) {
+            rows += product->room;
+            groups += (size_t)problems[i].count * product->groups;
+        }
+    }
+    list->slab = list->slab < SLAB ? list->slab : SLAB;
+    if (weights < SMALL)
+        *threads = 1;
+    list->unit = GEMM_PANELS;
+    while (list->unit > 1 && units / list->unit < 4 * *threads)
+        list->unit /= 2;
+    const size_t each = *threads;
+    if (!reserve_buffer(&self->sums, &self->sums_size, each * (size_t)list->slab * GEMM_WIDTH * sizeof(float)) ||
+        (list->unpacking && !reserve_buffer(&self->unpacked, &self->unpacked_size, each * UNPACKED_BYTES)) ||
+        !reserve_buffer(&self->rows, &self->rows_size, rows) ||
+        !reserve_buffer(&self->scales, &self->scales_size, groups * sizeof(float)) ||
+        !reserve_buffer(&self->starts, &self->starts_size, groups * sizeof(int32_t)))
+        return -1;
+    rows = groups = 0;
+    for (int32_t i = 0; i < count; i++) {
+        struct product *const product = products + i;
+        product->first_row = list->ready;
+        product->first_job = list->jobs;
+        if (product->ready) {
+            product->rows = self->rows + rows;
+            product->row_scales = self->scales + groups;
+            product->row_starts = self->starts + groups;
+            list->ready += problems[i].count;
+            rows += product->room;
+            groups += (size_t)problems[i].count * product->groups;
+        }
+        list->jobs += (int64_t)((product->panels + list->unit - 1) / list->unit) * product->slabs;
+        product->last_row = list->ready;
+        product->last_job = list->jobs;
+    }
+    return 0;
+}
+
+/* The products of a list: to their outputs, or, of one without an output, the largest of each row to `self->best`, of as
+ * many threads as it returns; -1 if memory for the buffers is short. */
+static int32_t run(struct ferrum_linears *self, const struct problem *problems, int32_t count, int32_t wide, int32_t threads)
+{
+    struct list list = {.wide = wide};
+    if (plan_all(self, problems, count, &threads, &list) < 0)
+        return -1;
+    const int64_t ranked = problems->out ? 0 : problems->count;
+    if (!reserve_buffer(&self->best, &self->best_size, (size_t)(threads * ranked) * sizeof *self->best))
+        return -1;
+    for (int64_t i = 0; i < threads * ranked; i++)
+        self->best[i] = (struct best){INT32_MIN, INT32_MAX};
     int64_t taken = 0;
     int arrived = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         const int number = __atomic_fetch_add(&arrived, 1, __ATOMIC_RELAXED);
         struct thread own = {
-            .sums = self->sums + number * sums,
-            .unpacked = unpacking ? self->unpacked + (size_t)number * UNPACKED_BYTES : NULL,
-            .best = product.ranked ? self->best + number * count : NULL,
+            .sums = self->sums + number * (size_t)list.slab * GEMM_WIDTH,
+            .unpacked = list.unpacking ? self->unpacked + (size_t)number * UNPACKED_BYTES : NULL,
+            .best = ranked ? self->best + number * ranked : NULL,
         };
-        if (kernel->prepare) {
+        if (list.ready) {
+            const struct product *product = list.products;
             int64_t row;
 #pragma omp for schedule(static)
-            for (row = 0; row < count; row++)
-                kernel->prepare(linear, x + (size_t)row * x_stride * 2, self->rows + (size_t)row * product.row_bytes,
-                                self->scales + (size_t)row * groups, self->starts + (size_t)row * groups);
+            for (row = 0; row < list.ready; row++) {
+                while (row >= product->last_row)
+                    product++;
+                make_ready(product, row - product->first_row);
+            }
         }
-#if defined(AMX)
-        if (product.loops->packed) {
-            int64_t row;
-#pragma omp for schedule(static)
-            for (row = 0; row < count; row++)
-                amx_pack(x + (size_t)row * x_stride * 2, row, linear->k, self->rows);
-        }
-#endif
-        int64_t job = __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED);
-        while (job < jobs) {
-            const int64_t next = __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED);
-            multiply(&product, job, next < jobs ? next : job, &own);
+        struct job job = next_job(&list, &taken, list.products);
+        while (job.product) {
+            const struct job next = next_job(&list, &taken, job.product);
+            multiply(&list, &job, next.product ? &next : &job, &own);
             job = next;
         }
 #if defined(AMX)
@@ -428,6 +496,14 @@ static int32_t run(struct ferrum_linears *self, const struct matrix *linear, con
     return threads;
 }
 
+/* The products of `count` problems, which threads share, to their outputs. `wide`: as ferrum_linear. 0, or -1 if memory for
+ * the buffers is short. */
+int32_t ferrum_linear_all(struct ferrum_linears *self, const struct problem *problems, int32_t count, int32_t wide,
+                          int32_t threads)
+{
+    return run(self, problems, count, wide, threads) < 0 ? -1 : 0;
+}
+
 /* out [count, width] = x [count, k] W^T + b: bfloat16, floats of bfloat16 values where `wide` is 1, or floats as they were
  * summed where it is 2. Rows of x lie `x_stride` elements apart, those of the output one after the other. 0, or -1 if
  * memory for the buffers is short. */
@@ -435,39 +511,38 @@ int32_t ferrum_linear(struct ferrum_linears *self, const struct matrix *linear, 
                       int64_t count, char *out, int32_t wide, int32_t threads)
 {
     const size_t element = wide ? 4 : 2, out_bytes = (size_t)linear->width * element;
-    for (; linear; out += (size_t)linear->n * element, linear = linear->next)
-        if (run(self, linear, x, x_stride, count, out, out_bytes, wide, threads) < 0)
-            return -1;
-    return 0;
+    int32_t parts = 0;
+    for (const struct matrix *part = linear; part; part = part->next)
+        parts++;
+    struct problem *const problems = ferrum_linear_problems(self, parts);
+    if (!problems)
+        return -1;
+    for (int32_t i = 0; i < parts; out += (size_t)linear->n * element, linear = linear->next, i++)
+        problems[i] = (struct problem){linear, x, NULL, x_stride, count, out, (int64_t)out_bytes};
+    return ferrum_linear_all(self, problems, parts, wide, threads);
 }
 
 /* Of each head's rows, out [count, n] = x [count, k] W^T, in bfloat16, by the head's own small matrix of one part. Elements
- * lie `x_stride` and `out_stride` apart between two rows, and `x_head` and `out_head` between two heads. Threads take whole
- * heads, so that they meet once. 0, or -1 if memory for the buffers is short. */
+ * lie `x_stride` and `out_stride` apart between two rows, and `x_head` and `out_head` between two heads. 0, or -1 if memory
+ * for the buffers is short. */
 int32_t ferrum_linear_heads(struct ferrum_linears *self, const struct matrix *const *linears, int32_t heads, const char *x,
                             int64_t x_stride, int64_t x_head, int64_t count, char *out, int64_t out_stride,
                             int64_t out_head, int32_t threads)
 {
-    if (!divide(self, threads))
+    struct problem *const problems = ferrum_linear_problems(self, heads);
+    if (!problems)
         return -1;
-    int arrived = 0, taken = 0, failed = 0;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-        struct ferrum_linears *own = self->of_threads + __atomic_fetch_add(&arrived, 1, __ATOMIC_RELAXED);
-        int head;
-        while ((head = __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED)) < heads)
-            if (run(own, linears[head], x + head * x_head * 2, x_stride, count, out + head * out_head * 2,
-                    (size_t)out_stride * 2, 0, 1) < 0)
-                __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
-    }
-    return failed ? -1 : 0;
+    for (int32_t head = 0; head < heads; head++, x += x_head * 2, out += out_head * 2)
+        problems[head] = (struct problem){linears[head], x, NULL, x_stride, count, out, out_stride * 2};
+    return ferrum_linear_all(self, problems, heads, 0, threads);
 }
 
 /* ids [count]: of each row of a product of one part the column of its largest element, the first of several. */
 int32_t ferrum_linear_largest(struct ferrum_linears *self, const struct matrix *linear, const char *x, int64_t x_stride,
                               int64_t count, int64_t *ids, int32_t threads)
 {
-    const int32_t lists = run(self, linear, x, x_stride, count, NULL, 0, 0, threads);
+    const struct problem problem = {.linear = linear, .x = x, .x_stride = x_stride, .count = count};
+    const int32_t lists = run(self, &problem, 1, 0, threads);
     if (lists < 0)
         return -1;
     for (int64_t row = 0; row < count; row++) {

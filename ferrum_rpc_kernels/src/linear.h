@@ -28,8 +28,22 @@ struct matrix {
     const struct matrix *next; /* the part of the same product that comes next in the output, or NULL */
 };
 
+/* A product: rows of `x`, `x_stride` elements apart, times a matrix of one part (its `next` is none of it). `index`: of each
+ * row of the output its row in x; NULL: the same. Rows of `out` lie `out_bytes` apart; NULL: see ferrum_linear_largest. */
+struct problem {
+    const struct matrix *linear;
+    const char *x;
+    const int32_t *index;
+    int64_t x_stride, count;
+    char *out;
+    int64_t out_bytes;
+};
+
 struct ferrum_linears;
 
+struct problem *ferrum_linear_problems(struct ferrum_linears *self, int32_t count);
+int32_t ferrum_linear_all(struct ferrum_linears *self, const struct problem *problems, int32_t count, int32_t wide,
+                          int32_t threads);
 int32_t ferrum_linear(struct ferrum_linears *self, const struct matrix *linear, const char *x, int64_t x_stride,
                       int64_t count, char *out, int32_t wide, int32_t threads);
 int32_t ferrum_linear_heads(struct ferrum_linears *self, const struct matrix *const *linears, int32_t heads, const char *x,

@@ -95,4 +95,4 @@ def check_step(config: ModelSettings, steps: list[int]) -> None:
     left, most = of_torch(lambda: run(runner))
     plan = planned(config, max(steps))
     assert plan.estimated
-    assert 0.1 * plan.activations_bytes < most - left <= plan.activations_bytes
+    assert 0.08 * plan.activations_bytes < most - left <= plan.activations_bytes  # C's buffers are not torch's
