@@ -157,8 +157,7 @@ def shares(rates: Sequence[float], of: Sequence[float], digits: int = 3) -> dict
 def figures(cell: Cell, rounds: Sequence[Round], reference: Sequence[Round]) -> Figures:
     """Of one side. ``tokens_per_s``: of the rounds' medians, their median, lowest and highest. ``same_tokens``: of the
     last step of each round, how many of the reference's rows it found as well, and of how many (bfloat16 in another
-    order of sums decides close calls otherwise); ``same_rounds``: those in which all are the same. With a server of
-    ours, ``forward_ms`` and ``queue_ms`` by its clock, and ``beyond_ms``, the step less its forward."""
+    order of sums decides close calls otherwise). With a server of ours, ``forward_ms`` by its clock."""
     rates = [cell.tokens_per_step / float(np.median(each.step_s)) for each in rounds]
     same = sum(sum(map(operator.eq, ours.last, theirs.last)) for ours, theirs in zip(rounds, reference, strict=True))
     steps = [second for each in rounds for second in each.step_s]
@@ -169,12 +168,9 @@ def figures(cell: Cell, rounds: Sequence[Round], reference: Sequence[Round]) -> 
         "step_ms": spread(steps),
         "samples": len(steps),
         "same_tokens": [same, sum(len(each.last) for each in rounds)],
-        "same_rounds": [sum(a.last == b.last for a, b in zip(rounds, reference, strict=True)), len(rounds)],
     }
     if forward := [second for each in rounds for second in each.forward_s]:
         found["forward_ms"] = spread(forward)
-        found["queue_ms"] = spread([second for each in rounds for second in each.queue_s])
-        found["beyond_ms"] = spread(list(map(operator.sub, steps, forward)))
     return found
 
 

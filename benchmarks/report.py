@@ -17,12 +17,10 @@ from typing import Any, Final
 from benchmarks.cases import CELLS, USUAL
 from benchmarks.machine import RESULTS, ROOT, label
 from benchmarks.peers import PEERS
-from benchmarks.picture import Bar, svg
 from benchmarks.record import LIMIT, PAGE, SCHEMA
 from benchmarks.table import bound_of, markdown, number, reached, rows_of, shown
 
 DOCUMENT: Final = ROOT / "docs" / "benchmarks.md"
-PICTURE: Final = "benchmarks.svg"
 PAGES_OF_THEIR_OWN: Final = frozenset({"soak.json", "first-light.json"})
 """Results that are no benchmark: tests/faults/soak.py writes docs/soak.md, and docs/operations.md speaks of a first
 light."""
@@ -84,7 +82,7 @@ def glance(found: Sequence[Result]) -> str:
         rows += [("ours, to reach", *(f"≥ {cell.target:g}" for cell in CELLS))]
         rows += [("goal", *(f"≥ {cell.goal:g}" for cell in CELLS))]
         parts += [f"\n**{machine}**\n", markdown(("", *(cell.name for cell in CELLS)), rows)]
-    return "\n".join([*parts, f"\n![Tokens a second of all engines]({PICTURE})\n" if panels(found) else ""])
+    return "\n".join([*parts, ""])
 
 
 def peers_on(found: Sequence[Result]) -> list[str]:
@@ -113,28 +111,9 @@ def _glance(row: Mapping[str, Any] | None, absent: bool) -> str:
     if row["tok/s"] is None:
         return "–"
     ratio = row["ours is, ×"]
-    return number(_rate(row)) + ("" if ratio is None else f" ({ratio['median']:.2f} ×)")
-
-
-def _rate(row: Mapping[str, Any]) -> float:
     rate = row["tok/s"]
-    return float(rate["median"] if isinstance(rate, Mapping) else rate)
-
-
-def kind_of(name: str) -> str:
-    """Of a bar."""
-    return "limit" if name == LIMIT else OURS if name.startswith(OURS) else "peer"
-
-
-def panels(found: Sequence[Result]) -> dict[str, list[Bar]]:
-    """What was measured on the kind of machine that was measured last, bars for each cell."""
-    bars: dict[str, list[Bar]] = {}
-    for machine in peers_on(found)[:1]:
-        for cell in CELLS:
-            rows = [(name, row) for name, row in rates_of(cell.name, machine, found) if row["tok/s"] is not None]
-            title = f"{cell.name}, tokens a second, {machine}"
-            bars[title] = [Bar(name, _rate(row), kind_of(name)) for name, row in rows]
-    return {title: each for title, each in bars.items() if each}
+    median = float(rate["median"] if isinstance(rate, Mapping) else rate)
+    return number(median) + ("" if ratio is None else f" ({ratio['median']:.2f} ×)")
 
 
 # --- targets ----------------------------------------------------------------------------------------------------------
@@ -242,6 +221,4 @@ def main(argv: Sequence[str]) -> None:
     results = [(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in files]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(document(results), encoding="utf-8")
-    if found := panels(newest(results)):
-        options.out.with_name(PICTURE).write_text(svg(found), encoding="utf-8")
     print(f"wrote {options.out} from {len(results)} files")

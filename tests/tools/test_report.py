@@ -131,8 +131,6 @@ def test_all_engines_are_at_a_glance_with_those_that_were_not_measured():
     assert f"| llama.cpp bf16 | – |{others}" in page
     assert f"| {PEERS[0].name} |" + " left out |" * len(CELLS) in page
     assert all(f"| {peer.name} |" in page for peer in PEERS)
-    [(_, bars)] = report.panels(found).items()
-    assert [(bar.value, bar.kind) for bar in bars] == [(100.0, "limit"), (90.0, "ours"), (45.0, "peer")]
 
 
 def test_a_target_stands_on_every_kind_of_machine():

@@ -3,7 +3,6 @@
 import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
-from xml.etree import ElementTree
 
 import pytest
 
@@ -16,7 +15,6 @@ from benchmarks.engines.inprocess import INSIDE
 from benchmarks.engines.process import REFERENCE
 from benchmarks.limits import roof
 from benchmarks.parts import MIXED
-from benchmarks.picture import Bar, svg
 from benchmarks.record import cell_rows
 from benchmarks.suite import EAGER, FULL_ROWS, HF_LAYERS, speeds
 from benchmarks.table import rows_of
@@ -198,10 +196,3 @@ async def test_loading_is_what_a_start_takes_beyond_one_without_weights(tmp_path
     monkeypatch.setattr(parts, "_start", start)
     found = await parts.starting(tmp_path, {}, 3)
     assert found["measured"] == 8.0 and found["of which"] == "loading 5.50"
-
-
-def test_a_picture_has_a_bar_for_every_figure_and_the_largest_is_the_longest():
-    picture = svg({"tokens & more": [Bar("ours <", 20.0, "ours"), Bar("limit", 40.0, "limit")]})
-    tree = ElementTree.fromstring(picture)  # noqa: S314 - our own
-    widths = [float(each.get("width")) for each in tree.iter("{http://www.w3.org/2000/svg}rect")][1:]
-    assert widths[1] == 2 * widths[0]
