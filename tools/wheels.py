@@ -7,7 +7,7 @@ knows nothing of it. So the wheels are collected here, and the build needs neith
 collected by its hashes, as it takes what the ordinary index has by those in locked/.
 
 Those of a GPU machine are in wheels/: what the steps of first light import beyond torch, triton and transformers, which
-such a machine has, for its Python.
+such a machine has with what they need, for its Python.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Collection, Sequence
-from importlib.metadata import PackageNotFoundError, requires
+from collections.abc import Sequence
 from pathlib import Path
 
 from tools.commands import ROOT, Failed, run
@@ -34,9 +33,7 @@ GPU_PLATFORMS = ("manylinux2014_x86_64", *(f"manylinux_2_{minor}_x86_64" for min
 """pip takes each of them exactly as it is written."""
 
 IMAGE_EXTRAS = ("server", "uvloop", "grammar", "scheduler", "smg")
-GPU_MACHINE_HAS = ("torch", "triton", "transformers", "numpy")
-OVERRIDDEN = "typing-extensions"
-"""torch has it too, but pydantic needs a newer one than torch does."""
+GPU_MACHINE_HAS = ("torch", "triton", "transformers", "huggingface_hub", "tokenizers", "safetensors", "numpy")
 
 GPU_TESTS = ("pytest", "pytest-asyncio", "pytest-xdist", "hypothesis")
 PIP_SOURCES = ("index-url", "extra-index-url", "find-links", "no-index")
@@ -112,27 +109,7 @@ def gpu_requirements() -> list[str]:
     """What the steps of first light import, but for what a GPU machine has."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["server"], *GPU_TESTS]
-    return [each for each in wanted if _named(each) not in GPU_MACHINE_HAS]
-
-
-def needed(packages: Sequence[str], without: Collection[str]) -> set[str]:
-    """``packages`` and what they require in this environment, and so on, but nothing that is or is required by
-    ``without`` alone."""
-    found, left = set[str](), [normal(each) for each in packages]
-    while left:
-        name = left.pop()
-        if name not in found and name not in without:
-            found.add(name)
-            left += _required(name)
-    return found
-
-
-def _required(package: str) -> list[str]:
-    """What it requires itself."""
-    try:
-        return [_named(each) for each in requires(package) or () if "extra ==" not in each]
-    except PackageNotFoundError:
-        return []
+    return [each for each in wanted if not each.startswith(GPU_MACHINE_HAS)]
 
 
 def collect_gpu_wheels() -> str:
@@ -143,21 +120,11 @@ def collect_gpu_wheels() -> str:
     command += ["--python-version", GPU_PYTHON, "--implementation", "cp", "--only-binary=:all:"]
     command += [part for platform in GPU_PLATFORMS for part in ("--platform", platform)]
     run([*command, *gpu_requirements()], timeout=1800)
-    there = {*GPU_MACHINE_HAS, *(each for package in GPU_MACHINE_HAS for each in _required(package))}
-    kept = needed([_named(each) for each in gpu_requirements()], there - {OVERRIDDEN})
-    for file in fresh.glob("*.whl"):
-        if normal(file.name.split("-")[0]) not in kept:
-            file.unlink()
     files = list(fresh.glob("*.whl"))
     size = sum(file.stat().st_size for file in files) / 2**20
     shutil.rmtree(GPU_WHEELS, ignore_errors=True)
     fresh.rename(GPU_WHEELS)
     return f"{len(files)} wheels for Python {GPU_PYTHON}, {size:.0f} MiB, collected in wheels/"
-
-
-def _named(requirement: str) -> str:
-    """The package of a requirement."""
-    return normal(re.split(r"[^\w.-]", requirement, maxsplit=1)[0])
 
 
 def main() -> int:

@@ -1,6 +1,7 @@
 """First light as a program: order, limits, exit status. Some of its steps are rehearsed on a CPU."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ import pytest
 from benchmarks.gpu.__main__ import PROGRAMS
 from benchmarks.gpu.first_light import ROOT, STEPS, LightStep, main, read_figures
 from tests.support.process import runs
-from tools.wheels import GPU_MACHINE_HAS, gpu_requirements, needed
+from tools.wheels import GPU_MACHINE_HAS, gpu_requirements
 
 PASSES = "print('fine')"
 FAILS = "print('broken'); raise SystemExit(3)"
@@ -162,6 +163,4 @@ def test_programs_of_steps_run_small_on_a_cpu(capsys):
 def test_wheels_are_what_a_gpu_machine_lacks():
     wanted = gpu_requirements()
     assert not any(each.startswith(GPU_MACHINE_HAS) for each in wanted)
-    kept = needed([each.partition(">")[0].partition("<")[0] for each in wanted], {"tokenizers", "huggingface-hub"})
-    assert {"grpcio", "structlog", "pydantic", "pydantic-core", "pytest", "execnet"} <= kept
-    assert not {"tokenizers", "huggingface-hub", "torch"} & kept
+    assert {"grpcio", "structlog", "pydantic", "pytest"} <= {re.split(r"[^\w-]", each)[0] for each in wanted}
