@@ -1,4 +1,4 @@
-"""What stands around the cells of the suite: other outputs, mixed load, bookkeeping, and how long a start takes.
+"""What stands around the cells of the suite: other outputs, mixed load, and how long a start takes.
 
 - Steps that ask for other outputs than greedy tokens, or have adapters, by the runner in this process; rounds of all
   alternate.

@@ -9,7 +9,7 @@ import itertools
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -26,9 +26,6 @@ from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.service.kv_stream import READ_BYTES
 from ferrum_rpc.wire.state_stream import rows_of
-
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 
 SHAPE: Final = "qwen3.5-0.8b"
 QUICK: Final = "qwen3.5-tiny"
@@ -154,13 +151,12 @@ class Move:
             self._source.step(STEP_TOKENS, LAST)
         self.waits, self.between = list[float](), list[float]()
 
-    def _do(
-        self, operation: Callable[Arguments, Result], *arguments: Arguments.args, **named: Arguments.kwargs
-    ) -> Result:
-        found: list[Result] = []
-        self.waits.append(milliseconds(lambda: found.append(operation(*arguments, **named))))
+    def _do(self, operation: Callable[..., Any], *arguments: Any) -> Any:
+        began = time.perf_counter()
+        found = operation(*arguments)
+        self.waits.append(1e3 * (time.perf_counter() - began))
         self.between.append(self.waits[-1] + milliseconds(self._step))
-        return found[0]
+        return found
 
     def run(self) -> None:
         """One export and one import, of the states and without keys and values."""

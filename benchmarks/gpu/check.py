@@ -35,7 +35,7 @@ BOTH_BYTES: Final = 100 << 30
 """Two servers of the 8B shape, of 15.3 GiB of weights and 19.0 of cache each, with contexts and all else: 74 GiB."""
 
 PACKAGES: Final = ("torch", "triton", "transformers", "numpy", "grpcio", "protobuf", "safetensors", "pytest")
-TOOLS: Final = ("compute-sanitizer", "ncu", "nvidia-smi", "gcc")
+TOOLS: Final = ("compute-sanitizer", "nvidia-smi", "gcc")
 
 
 async def cells(here: Contest, device: str) -> None:
