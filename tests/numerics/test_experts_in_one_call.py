@@ -10,6 +10,7 @@ import torch
 from ferrum_rpc.models.expert_rows import TOGETHER, ExpertRouter, ExpertRows, route
 from ferrum_rpc.models.fused_ops import NativeFusedOps
 from ferrum_rpc.models.native_linear import ByteFactory, NativeLinear, NibbleFactory, PairFactory, Workspace
+from ferrum_rpc.models.parts.clamped import Clamped
 from ferrum_rpc.models.parts.experts import Experts, Routing
 from ferrum_rpc.models.spec import ModelSpec
 from tests.support.checkpoints import make_model
@@ -23,17 +24,21 @@ def draw(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16() / 8
 
 
-def products(space, name, n, k, seed):
+def products(space, name, shape, seed, *, biased):
     """Of each expert one; ``mixed``: of three parts of two kinds."""
+    n, k = shape
     factories = {"pairs": PairFactory, "bytes": ByteFactory, "nibbles": NibbleFactory}
     for expert in range(COUNT):
+        bias = draw(n, seed=seed - expert) * 4 if biased else None
         if name != "mixed":
-            yield factories[name](space)(draw(n, k, seed=seed + expert), None)
+            yield factories[name](space)(draw(n, k, seed=seed + expert), bias)
             continue
         rows = n // 2, n // 4, n // 4
         kinds = (NibbleFactory, PairFactory, NibbleFactory)
-        parts = [kind(space)(draw(each, k, seed=seed + expert), None) for kind, each in zip(kinds, rows, strict=True)]
-        yield NativeLinear.joined(parts)
+        weights, biases = draw(n, k, seed=seed + expert).split(rows), [None] * 3 if bias is None else bias.split(rows)
+        yield NativeLinear.joined(
+            [kind(space)(*each) for kind, *each in zip(kinds, weights, biases, strict=True)],
+        )
 
 
 def one_by_one(rows, gated_shared, routed, products, ops):
@@ -50,24 +55,27 @@ def one_by_one(rows, gated_shared, routed, products, ops):
     return (total + gated_shared).bfloat16()
 
 
-@pytest.mark.parametrize("beside", ["none", "plain", "gated"])
+@pytest.mark.parametrize("beside", ["none", "plain", "gated", "none, but biases and clamped gates"])
 @pytest.mark.parametrize("name", ["pairs", "bytes", "nibbles", "mixed"])
 def test_experts_in_one_call_have_the_bits_of_their_products_one_by_one(isa, name, beside):
     """Of rows of which few experts have any, and of more than are computed at a time."""
-    space, gated = made_or_skip(Workspace), beside == "gated"
+    space, gated, alone = made_or_skip(Workspace), beside == "gated", beside.startswith("none")
+    activation = "silu" if beside != "none, but biases and clamped gates" else Clamped(limit=0.4, slope=1.7)
+    biased = isinstance(activation, Clamped)
     gate_name = "mlp.shared_expert_gate" if gated else None
-    part = Experts(HIDDEN, INNER, "silu", COUNT, INNER * (beside != "none"), ROUTING, shared_gate=gate_name)
+    part = Experts(HIDDEN, INNER, activation, COUNT, INNER * (not alone), ROUTING, shared_gate=gate_name, bias=biased)
     spec = ModelSpec.from_config(make_model("qwen3").config.to_dict() | {"architectures": ["Qwen3ForCausalLM"]})
     ops = NativeFusedOps(
         replace(spec.layers[0], mlp=part, mixer=replace(spec.layers[0].mixer, hidden=HIDDEN)), torch.bfloat16
     )
     router = ExpertRouter(draw(COUNT + gated, HIDDEN, seed=7), PairFactory(space))
-    made = [list(products(space, name, 2 * INNER, HIDDEN, 10)), list(products(space, name, HIDDEN, INNER, 100))]
+    shapes = {10: (2 * INNER, HIDDEN), 100: (HIDDEN, INNER)}
+    made = [list(products(space, name, shape, seed, biased=biased)) for seed, shape in shapes.items()]
     experts = ExpertRows(part, router, None, *made)
     assert experts.native
     for count in (1, 2, 40, TOGETHER // ROUTING.chosen + 5):
         rows = draw(count, HIDDEN, seed=count)
-        shared = None if beside == "none" else draw(count, HIDDEN, seed=count + 1)
+        shared = None if alone else draw(count, HIDDEN, seed=count + 1)
         scores, logit = router(rows).tensor_split([COUNT], 1)
         chosen = route(scores, ROUTING, None)
         gate = torch.stack((logit, torch.zeros_like(logit)), -1).softmax(-1)[..., 0] if gated else 1.0
