@@ -11,9 +11,8 @@ import sys
 from typing import Final
 
 PROGRAMS: Final = {
-    **dict.fromkeys(("pool", "equal", "one", "races"), "steady"),
-    **dict.fromkeys(("kernels", "states"), "kernel_times"),
     **{"machine": "check", "serving": "serving"},
+    **dict.fromkeys(("kernels", "states"), "kernel_times"),
 }
 """By name, the module whose function of that name it is; such a function gives an exit status, or None."""
 

@@ -72,15 +72,11 @@ def test_a_step_beyond_its_limit_is_ended_with_what_it_started(tmp_path):
     assert not runs(int(tail.split()[-1]))
 
 
-def test_a_tool_that_is_absent_is_never_a_pass(tmp_path):
-    absent = LightStep("3.memcheck", "a test", ("no-such-sanitizer", "--tool", "memcheck"), 5.0)
+def test_what_is_skipped_is_never_a_pass(tmp_path):
     skipped = step("4.b", "print('2 skipped in 0.10s')")
     counted = step("4.c", "print('3 passed, 1 skipped in 0.10s')")
-    says_so = step("3.pool", "raise SystemExit(77)")
-    status, found = run(tmp_path, absent, skipped, counted, says_so)
-    expected = {"3.memcheck": "not here", "4.b": "not here", "4.c": "passed", "3.pool": "not here"}
-    assert status == 0 and statuses(found) == expected
-    assert "no-such-sanitizer is not on this machine" in found["3.memcheck"]["why"]
+    status, found = run(tmp_path, skipped, counted)
+    assert status == 0 and statuses(found) == {"4.b": "not here", "4.c": "passed"}
 
 
 def test_what_an_earlier_call_found_of_other_steps_stays(tmp_path):
@@ -124,7 +120,7 @@ def test_groups_are_in_order_and_no_command_outlasts_ten_minutes():
         "--figures",
         "--model",
     }
-    assert programs == {*PROGRAMS} - {"one"}
+    assert programs == {*PROGRAMS}
 
 
 def test_a_failed_capture_and_a_full_device_are_tried_alone_and_no_suite_is_left_out():
@@ -135,8 +131,8 @@ def test_a_failed_capture_and_a_full_device_are_tried_alone_and_no_suite_is_left
     assert "tests/kernels" in kernels and f"def {name}(" in (ROOT / file).read_text(encoding="utf-8")
     assert commands["4.capture"][-1] == "tests.kernels.failed_capture"
     suites = [each.relative_to(ROOT).as_posix() for each in sorted((ROOT / "tests" / "gpu").glob("test_*.py"))]
-    named = sorted(part for command in commands.values() for part in command if part.startswith("tests/gpu/"))
-    assert named == suites, "each once"
+    named = [part for command in commands.values() for part in command if part.startswith("tests/gpu/")]
+    assert len({*named}) == len(named) and {part.partition("::")[0] for part in named} == {*suites}
     assert [part for part in commands["4.memory"] if part in suites] == ["tests/gpu/test_memory.py"]
 
 
@@ -149,14 +145,11 @@ def test_a_machine_without_cuda_is_said_clearly_and_ends_the_run(tmp_path):
     assert found["1.machine"]["figures"]["packages"]["torch"] == torch.__version__
 
 
-def test_programs_of_steps_run_small_on_a_cpu(capsys):
+def test_programs_of_steps_run_small_on_a_cpu():
     """In this process."""
     pytest.importorskip("triton")
-    from benchmarks.gpu import kernel_times, steady
+    from benchmarks.gpu import kernel_times
 
-    assert steady.pool(rehearse=True) == steady.equal(rehearse=True) == 0
-    figures = [json.loads(line[8:]) for line in capsys.readouterr().out.splitlines() if line.startswith("FIGURES")]
-    assert figures[0]["differ"] == 0 and len(figures[1]["differ"]) == 12
     assert kernel_times.measure("tiny", rehearse=True)["b1 @1024"]["kernels_us"] > 0
 
 
