@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
@@ -15,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from ferrum_rpc.errors import QueueFull, Reason
-from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2, kv_transfer_pb2_grpc, types_pb2
+from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2, types_pb2
 from ferrum_rpc.failpoints import Failpoints, parse_failpoints
 from ferrum_rpc.service import peers
 from ferrum_rpc.service.kv_stream import CHUNK_BYTES
@@ -624,26 +623,6 @@ async def test_exports_that_nobody_reads_are_bounded_also_when_they_hold_no_slot
             await exported(served, handle)
             assert not caplog.records, "gRPC logs no stack traces"
         await empty(served)
-
-
-@pytest.mark.parametrize("how", ["cancelled", "closed"])
-async def test_streams_that_break_behind_their_header_leave_nothing(source: Served, target: Served, how: str) -> None:
-    """At any moment: while the header comes, while blocks are taken, and behind that."""
-    (layout, _), dice = await export_of(source), random.Random(7)
-
-    async def broken(number: int) -> None:
-        async with grpc.aio.insecure_channel(target.target, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
-            call = kv_transfer_pb2_grpc.KvTransferStub(channel).ImportKv()
-            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError):
-                await call.write(header(layout, f" {number}"))
-                for _ in range(dice.randrange(30)):
-                    await asyncio.sleep(0)
-            if how == "cancelled":
-                call.cancel()
-
-    for first in range(0, 60, 4):
-        await asyncio.gather(*(broken(first + each) for each in range(4)))
-    await nothing_left(target)
 
 
 async def test_a_stream_that_is_cancelled_while_blocks_are_taken_leaves_nothing() -> None:
