@@ -169,8 +169,9 @@ class Decoder:
             raise ValueError(f"{name} is loaded already")
         key = placement.parameter
         if isinstance(tensor, Integers):
-            if not is_finite(tensor.scales if tensor.factors is None else tensor.factors):
-                raise InvalidRequest(f"{name} has scales that are NaN or infinite", field="model")
+            if not is_finite(tensor.extremes):
+                what = "scales that are NaN or infinite, or too large for numbers of float32"
+                raise InvalidRequest(f"{name} has {what}", field="model")
             (form,) = (part.form for part in self._held[key] if name in part.names)
             assert form is not None  # noqa: S101 - `as_integers` has it
             self._integers[name] = placement.of_integers(tensor, form.group)

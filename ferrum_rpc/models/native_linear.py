@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ferrum_rpc.errors import InvalidRequest
-from ferrum_rpc.models.stored_integers import SUPER_GROUP, IntegerFormat, Integers
+from ferrum_rpc.models.stored_integers import SUPER_GROUP, Code, IntegerFormat, Integers
 from ferrum_rpc.native import library
 
 COLUMNS: Final = 16
@@ -82,6 +82,11 @@ class Panels(NamedTuple):
     factor: float = 1.0
     mixed: bool = False
 
+    @property
+    def row_factor(self) -> float:
+        """`factor` of the numbers that C multiplies: of MXFP4 they are twice as large."""
+        return self.factor / 2 if self.kind == library.MXFP4 else self.factor
+
 
 class NativeLinear:
     """A `Linear` over bfloat16 rows. ``following``: parts whose columns come next in its output."""
@@ -101,7 +106,7 @@ class NativeLinear:
         pointers = [None if each is None else each.data_ptr() for each in tensors]
         behind = following[0].address if following else None
         self._matrix = library.MatrixStruct(
-            *panels[:3], panels.group, self.width, panels.mixed, panels.factor, *pointers, behind
+            *panels[:3], panels.group, self.width, panels.mixed, panels.row_factor, *pointers, behind
         )
         self.address = ctypes.addressof(self._matrix)
 
@@ -138,7 +143,8 @@ class NativeLinear:
         zeros, factors = (None if each is None else each[panel, :, column] for each in (panels.zeros, panels.factors))
         factors = None if factors is None else factors.view(len(ids), factors.shape[1] // 2, 2)
         scales = panels.scales[panel, :, column]
-        found = Integers(bits, numbers.flatten(1), scales, zeros, factors, panels.order).floats()
+        code = Code.MXFP4 if panels.kind == library.MXFP4 else None
+        found = Integers(bits, numbers.flatten(1), scales, zeros, factors, panels.order, code).floats()
         if panels.mixed:
             found = self.space.mixed(found).mul_(1 / MIXED_TWICE)
         return found.mul_(panels.factor).to(torch.bfloat16)
@@ -389,7 +395,7 @@ class StoredFactory:
 
     def __call__(self, matrix: Integers, bias: Tensor | None) -> NativeLinear:
         """Pack it. Its groups are those of `GROUPS`."""
-        (n, k), kind = matrix.shape, kind_of(matrix.bits, factored=matrix.factors is not None)
+        (n, k), kind = matrix.shape, _kind_of(matrix.form)
         more = (0, 0, 0, -n % COLUMNS)
         packed = _packed(F.pad(matrix.numbers, more).view(-1, COLUMNS, k), matrix.bits)
         held = _allocate(tuple(packed.shape), torch.uint8)
@@ -399,11 +405,11 @@ class StoredFactory:
             return F.pad(each, more).view(len(held), COLUMNS, -1).mT.contiguous()
 
         factor, scales, factors = 1.0, matrix.scales, None
-        if matrix.factors is None:
+        if matrix.factors is not None:
+            factors = by_panel(matrix.factors.flatten(1))
+        elif kind != library.MXFP4:
             factor = 1.0 if scales.dtype == torch.float16 else _power_of_two(scales, 15)
             scales = (scales.to(torch.float32) / factor).half()
-        else:
-            factors = by_panel(matrix.factors.flatten(1))
         scales, zeros = by_panel(scales), None if matrix.zeros is None else by_panel(matrix.zeros)
         made = Panels(kind, n, k, held, scales, zeros, factors, matrix.order, matrix.group, factor)
         return NativeLinear(self._space, made, bias)
@@ -411,7 +417,7 @@ class StoredFactory:
     @staticmethod
     def nbytes(n: int, k: int, form: IntegerFormat, *, bias: bool = False) -> int:
         """Bytes that a matrix of this format holds."""
-        of_groups = k // form.group * (2 if form.factored else 2 + form.zeroed)
+        of_groups = k // form.group * (1 if form.code is Code.MXFP4 else 2 if form.factored else 2 + form.zeroed)
         of_supers = k // SUPER_GROUP * 4 if form.factored else 0
         columns = -(-n // COLUMNS) * COLUMNS
         return columns * (k * form.bits // 8 + of_groups + of_supers) + form.ordered * 4 * k + bias * 4 * n
@@ -419,18 +425,19 @@ class StoredFactory:
     @staticmethod
     def row_bytes(k: int, form: IntegerFormat) -> int:
         """See `PanelFactory`."""
-        kind = kind_of(form.bits, factored=form.factored)
-        return _row_bytes(kind, k, form.group)
+        return _row_bytes(_kind_of(form), k, form.group)
 
     @staticmethod
     def thread_bytes(form: IntegerFormat) -> int:
         """See `PanelFactory`."""
-        return _thread_bytes(kind_of(form.bits, factored=form.factored))
+        return _thread_bytes(_kind_of(form))
 
 
-def kind_of(bits: int, *, factored: bool) -> int:
+def _kind_of(form: IntegerFormat) -> int:
     """What ``enum kind`` of linear.h calls it."""
-    return library.FACTORED if factored else library.NIBBLES if bits == 4 else library.BYTES
+    if form.code is Code.MXFP4:
+        return library.MXFP4
+    return library.FACTORED if form.factored else library.NIBBLES if form.bits == 4 else library.BYTES
 
 
 def _row_bytes(kind: int, k: int, group: int) -> int:
@@ -441,7 +448,7 @@ def _row_bytes(kind: int, k: int, group: int) -> int:
 
 def _thread_bytes(kind: int) -> int:
     wide = library.load().ferrum_linear_supported(kind) >= 16
-    return UNPACKED_BYTES if wide and kind in (library.NIBBLES, library.FACTORED) else 0
+    return UNPACKED_BYTES if wide and kind in (library.NIBBLES, library.FACTORED, library.MXFP4) else 0
 
 
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

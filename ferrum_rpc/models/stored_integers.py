@@ -1,4 +1,5 @@
-"""Matrices of small integers as checkpoints store them, before our kernel holds them (`native_linear`).
+"""Matrices of small integers, or of 4-bit floats, as checkpoints store them, before our kernel holds them
+(`native_linear`).
 
 The kernel multiplies the stored numbers with the groups and scales of the file, so nothing is quantized a second time
 and a model takes no more memory than its file. It has groups of 16, 32, 64 and 128 columns; larger ones of a file
@@ -7,6 +8,7 @@ become several with the same scale.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -23,16 +25,24 @@ SUPER_GROUP: Final = 256
 """Columns that share the factors of a factored matrix."""
 
 
+class Code(enum.Enum):
+    """What each 4 bits stand for where they are no integer."""
+
+    MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+    """float4_e2m1, with a power of two for each 32 (OCP Microscaling Formats 1.0)."""
+
+
 class IntegerFormat(NamedTuple):
     """How a matrix is stored in ``bits`` 4 or 8: ``group`` columns share a scale and, if it is ``zeroed``, a zero
     point. ``factored``: scales and minimums are bytes, times a factor for every `SUPER_GROUP` columns (GGUF's Q4_K).
-    ``ordered``: its columns are in an order of their own (GPTQ's ``desc_act``)."""
+    ``ordered``: its columns are in an order of their own (GPTQ's ``desc_act``). ``code``: see `Integers`."""
 
     bits: int
     group: int
     zeroed: bool = False
     factored: bool = False
     ordered: bool = False
+    code: Code | None = None
 
     def fitting(self, bounds: Sequence[int]) -> IntegerFormat | None:
         """The format in which our kernel holds the columns between ``bounds`` of a matrix of this one: in the largest
@@ -47,7 +57,8 @@ class Integers(NamedTuple):
     """A matrix [n, k] of small integers. ``numbers`` uint8 [n, k], of 4 bits or 8; ``scales`` and ``zeros`` (uint8) [n,
     groups], of equally many columns each. A weight is (number - zero) * scale; ``zeros`` None: half of the range. With
     ``factors`` float16 [n, k / 256, 2], scales and zeros are uint8 and a weight is number * scale * factor of scales -
-    zero * factor of zeros. ``order`` int32 [k]: which column of the weight each column here is."""
+    zero * factor of zeros. ``order`` int32 [k]: which column of the weight each column here is. With a
+    ``code`` a weight is the number of that code * scale; MXFP4's scales are the bits of float8_e8m0fnu, in uint8."""
 
     bits: int
     numbers: Tensor
@@ -55,6 +66,7 @@ class Integers(NamedTuple):
     zeros: Tensor | None = None
     factors: Tensor | None = None
     order: Tensor | None = None
+    code: Code | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -67,9 +79,22 @@ class Integers(NamedTuple):
         return self.numbers.shape[1] // self.scales.shape[1]
 
     @property
+    def form(self) -> IntegerFormat:
+        """How it is stored."""
+        zeroed, factored = self.zeros is not None, self.factors is not None
+        return IntegerFormat(self.bits, self.group, zeroed, factored, self.order is not None, self.code)
+
+    @property
     def middle(self) -> int:
         """The number that stands for 0, where it is the same for all."""
         return 1 << self.bits - 1
+
+    @property
+    def extremes(self) -> Tensor:
+        """What is finite if all weights can be."""
+        if self.code is Code.MXFP4:
+            return powers_of_two(self.scales).mul_(max(self.code.value))
+        return self.scales if self.factors is None else self.factors
 
     def regrouped(self, group: int) -> Integers:
         """The same in smaller groups, which divide its own."""
@@ -81,6 +106,10 @@ class Integers(NamedTuple):
 
     def floats(self) -> Tensor:
         """float32 [n, k]."""
+        if self.code is not None:
+            numbers = torch.tensor(self.code.value).index_select(0, self.numbers.reshape(-1).to(torch.int32))
+            scaled = numbers.view(*self.scales.shape, self.group).mul_(powers_of_two(self.scales)[..., None])
+            return scaled.view(self.numbers.shape)
         scales = self.scales.to(torch.float32)
         made = self.numbers.to(torch.float32).view(*scales.shape, self.group)
         if self.factors is None:
@@ -102,7 +131,15 @@ class Integers(NamedTuple):
         """The rows of ``parts``, one after the other, which have one format and no order, or of one with an order."""
         if len(parts) == 1:
             return parts[0]
-        made: list[Any] = [
-            None if each[0] is None else torch.cat(each) for each in zip(*(part[1:] for part in parts), strict=True)
-        ]
-        return cls(parts[0].bits, *made)
+        made: dict[str, Any] = {
+            name: torch.cat([getattr(part, name) for part in parts])
+            for name, each in parts[0]._asdict().items()
+            if isinstance(each, Tensor)
+        }
+        return parts[0]._replace(**made)
+
+
+def powers_of_two(exponents: Tensor) -> Tensor:
+    """float32 of the same shape: 2 to the power of each of the uint8 ``exponents`` less 127. 255 is NaN."""
+    bits = (exponents.to(torch.int32) << 23).clamp_(min=1 << 22)  # 2^-127 is subnormal
+    return bits.masked_fill_(exponents == 255, 0x7FC00000).view(torch.float32)

@@ -170,23 +170,24 @@ static inline void amx_pack(const char *row, int64_t number, int k, char *rows)
         memcpy(to, row + at, bytes - at < 64 ? bytes - at : 64);
 }
 
-/* `factored`: the numbers are nibbles from gemm_unpack. */
-GEMM_INLINE(AMX) void amx_in_bytes(const struct gemm_tile *tile, int rows, int panels, const int factored)
+/* `kind`: as of gemm_in_bytes. */
+GEMM_INLINE(AMX) void amx_in_bytes(const struct gemm_tile *tile, int rows, int panels, const int kind)
 {
-    const int own = !factored && tile->panel_zeros;
+    const int own = gemm_may_have_zeros(kind) && tile->panel_zeros;
     const int depth = tile->group < AMX_DEPTH ? tile->group : AMX_DEPTH; /* both are powers of two */
     amx_configure(tile->configured, rows, depth);
     for (int g = 0; g < tile->vectors / tile->group; g++) {
         int32_t sums[AMX_BLOCK][GEMM_WIDTH] __attribute__((aligned(64)));
         amx_multiply(tile, rows, panels, g * tile->group, tile->group / depth, depth, (char *)sums, 1, 0);
         for (int p = 0; p < panels; p++) {
-            const struct gemm_scales scales = gemm_scales_of(tile, g, p, factored);
+            const struct gemm_scales scales = gemm_scales_of(tile, g, p, kind);
             const __m512i zeros = own ? gemm_zeros(tile, g, p) : _mm512_setzero_si512();
             for (int r = 0; r < rows; r++) {
                 __m512i sum = _mm512_load_si512(sums[r] + p * GEMM_COLUMNS);
-                if (!factored)
-                    sum = _mm512_add_epi32(sum, own ? gemm_zero_sums(tile, g, r, zeros) : gemm_start_of(tile, g, r, 128));
-                gemm_add(tile, g, r, p, factored, &scales, sum);
+                if (kind != FACTORED)
+                    sum = _mm512_add_epi32(
+                        sum, own ? gemm_zero_sums(tile, g, r, zeros) : gemm_start_of(tile, g, r, gemm_zero(kind)));
+                gemm_add(tile, g, r, p, kind, &scales, sum);
             }
         }
     }
@@ -194,12 +195,17 @@ GEMM_INLINE(AMX) void amx_in_bytes(const struct gemm_tile *tile, int rows, int p
 
 static inline COMPILED_FOR(AMX) void bytes_amx(const struct gemm_tile *tile, int rows, int panels)
 {
-    amx_in_bytes(tile, rows, panels, 0);
+    amx_in_bytes(tile, rows, panels, BYTES);
 }
 
 static inline COMPILED_FOR(AMX) void factored_bytes_amx(const struct gemm_tile *tile, int rows, int panels)
 {
-    amx_in_bytes(tile, rows, panels, 1);
+    amx_in_bytes(tile, rows, panels, FACTORED);
+}
+
+static inline COMPILED_FOR(AMX) void mxfp4_bytes_amx(const struct gemm_tile *tile, int rows, int panels)
+{
+    amx_in_bytes(tile, rows, panels, MXFP4);
 }
 
 /* The registers of a thread that configured any; see amx_configure. */

@@ -5,7 +5,7 @@
  * unsigned and its row signed, as there. (`vpmaddubsw` would add two products in 16 bits, and saturate.) Rows are
  * widened once for all columns, so that a step of a row is one broadcast: [pairs][2] floats, or [fours][2][2] of 16
  * bits. For nibbles `vpmaddubsw` is right: of 32 elements it adds 16 products of at most 15 x 127 in each 16-bit half of a
- * sum, 30,480.
+ * sum, 30,480. Numbers of MXFP4 are up to 24: of 16 elements it adds 8 products of at most 24 x 127, 24,384.
  *
  * 16 registers hold up to 12 sums: 6 rows of one panel, 2 of two, or one of four.
  */
@@ -143,12 +143,12 @@ GEMM_INLINE(AVX2) __m256 avx2_floats(const uint16_t *halves)
 
 /* As gemm_start. */
 GEMM_INLINE(AVX2) void avx2_start(const struct gemm_tile *tile, int first, int g, const int rows, const int panels,
-                                  const int zero, __m256i (*sums)[2 * GEMM_PANELS])
+                                  const int kind, __m256i (*sums)[2 * GEMM_PANELS])
 {
 #pragma GCC unroll 8
     for (int p = 0; p < 2 * panels; p++) {
-        __m256i zeros = _mm256_set1_epi32(zero);
-        if (zero && tile->panel_zeros)
+        __m256i zeros = _mm256_set1_epi32(gemm_zero(kind));
+        if (gemm_may_have_zeros(kind) && tile->panel_zeros)
             zeros = avx2_eight(tile->panel_zeros + (first + p / 2) * tile->panel_groups + (size_t)g * GEMM_COLUMNS +
                                p % 2 * 8);
 #pragma GCC unroll 6
@@ -159,7 +159,7 @@ GEMM_INLINE(AVX2) void avx2_start(const struct gemm_tile *tile, int first, int g
 
 /* Add the sums of group `g`, integers, to a tile's, with the scales of rows and columns. */
 GEMM_INLINE(AVX2) void avx2_scale(const struct gemm_tile *tile, int first, int g, const int rows, const int panels,
-                                  const int factored, __m256i (*sums)[2 * GEMM_PANELS])
+                                  const int kind, __m256i (*sums)[2 * GEMM_PANELS])
 {
 #pragma GCC unroll 8
     for (int p = 0; p < 2 * panels; p++) {
@@ -167,11 +167,14 @@ GEMM_INLINE(AVX2) void avx2_scale(const struct gemm_tile *tile, int first, int g
         const uint16_t *factors = tile->panel_factors + (first + p / 2) * tile->panel_supers +
                                   g / GEMM_SUPER * 2 * GEMM_COLUMNS + p % 2 * 8;
         __m256 scale, least = _mm256_setzero_ps();
-        if (factored) {
+        if (kind == FACTORED) {
             scale = _mm256_mul_ps(_mm256_cvtepi32_ps(avx2_eight((const uint8_t *)tile->panel_scales + at)),
                                   avx2_floats(factors));
             least =
                 _mm256_mul_ps(_mm256_cvtepi32_ps(avx2_eight(tile->panel_zeros + at)), avx2_floats(factors + GEMM_COLUMNS));
+        } else if (kind == MXFP4) {
+            const __m256i bits = _mm256_slli_epi32(avx2_eight((const uint8_t *)tile->panel_scales + at), 23);
+            scale = _mm256_castsi256_ps(_mm256_max_epi32(bits, _mm256_set1_epi32(MXFP4_TINY)));
         } else
             scale = avx2_floats((const uint16_t *)tile->panel_scales + at);
 #pragma GCC unroll 6
@@ -180,7 +183,7 @@ GEMM_INLINE(AVX2) void avx2_scale(const struct gemm_tile *tile, int first, int g
             const float of_row = tile->row_scales[r * tile->row_groups + g];
             const __m256 both = _mm256_mul_ps(scale, _mm256_set1_ps(of_row));
             __m256 sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[r][p]), both, _mm256_loadu_ps(to));
-            if (factored)
+            if (kind == FACTORED)
                 sum = _mm256_fmadd_ps(
                     least, _mm256_set1_ps((float)tile->row_starts[r * tile->row_groups + g] * of_row), sum);
             _mm256_storeu_ps(to, sum);
@@ -195,31 +198,34 @@ GEMM_INLINE(AVX2) void avx2_bytes(const struct gemm_tile *tile, int first, const
     const int group = tile->group;
     for (int g = 0; g < tile->vectors / group; g++) {
         __m256i sums[GEMM_ROWS][2 * GEMM_PANELS];
-        avx2_start(tile, first, g, rows, panels, 128, sums);
+        avx2_start(tile, first, g, rows, panels, BYTES, sums);
         avx2_multiply(row, tile->row_bytes, panel, tile->panel_bytes, 64, ahead, 1, group, rows, panels, 1, sums);
         row += group * AVX2_STEP, panel += group * 64, ahead += group * 64;
-        avx2_scale(tile, first, g, rows, panels, 0, sums);
+        avx2_scale(tile, first, g, rows, panels, BYTES, sums);
     }
 }
 
-/* Half a vector of a panel of nibbles: the low ones or the high ones. */
-GEMM_INLINE(AVX2) __m256i avx2_nibble(const char *panel, size_t panel_bytes, int p, const int second)
+/* The numbers of half a vector of a panel of nibbles: of the low ones or the high ones. */
+GEMM_INLINE(AVX2) __m256i avx2_numbers(const char *panel, size_t panel_bytes, int p, const int second, const int kind)
 {
     const __m256i both = _mm256_loadu_si256((const __m256i *)(panel + p / 2 * panel_bytes + p % 2 * 32));
-    return _mm256_and_si256(second ? _mm256_srli_epi16(both, 4) : both, _mm256_set1_epi8(15));
+    const __m256i nibbles = _mm256_and_si256(second ? _mm256_srli_epi16(both, 4) : both, _mm256_set1_epi8(15));
+    if (kind != MXFP4)
+        return nibbles;
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)gemm_mxfp4)), nibbles);
 }
 
-/* Of at most 32 elements: `count` vectors of a panel. 16-bit sums of products of two nibbles and two bytes. */
+/* Of as many elements as 16 bits can add: `count` vectors of a panel. Sums of products of two numbers and two bytes. */
 GEMM_INLINE(AVX2) void avx2_nibble_sums(const struct gemm_tile *tile, const char *row, const char *panel, int count,
-                                        const int rows, const int panels, __m256i (*sums)[2 * GEMM_PANELS])
+                                        const int rows, const int panels, const int kind, __m256i (*sums)[2 * GEMM_PANELS])
 {
     const size_t row_bytes = tile->row_bytes, panel_bytes = tile->panel_bytes;
     for (int i = 0; i < count; i++, row += 8, panel += 64) {
 #pragma GCC unroll 2
         for (int second = 0; second < 2; second++) {
             if (rows > 2) {
-                const __m256i left = avx2_nibble(panel, panel_bytes, 0, second);
-                const __m256i right = avx2_nibble(panel, panel_bytes, 1, second);
+                const __m256i left = avx2_numbers(panel, panel_bytes, 0, second, kind);
+                const __m256i right = avx2_numbers(panel, panel_bytes, 1, second, kind);
 #pragma GCC unroll 6
                 for (int r = 0; r < rows; r++) {
                     __m256i x, product;
@@ -234,7 +240,7 @@ GEMM_INLINE(AVX2) void avx2_nibble_sums(const struct gemm_tile *tile, const char
             } else {
 #pragma GCC unroll 8
                 for (int p = 0; p < 2 * panels; p++) {
-                    const __m256i weights = avx2_nibble(panel, panel_bytes, p, second);
+                    const __m256i weights = avx2_numbers(panel, panel_bytes, p, second, kind);
 #pragma GCC unroll 2
                     for (int r = 0; r < rows; r++) {
                         const __m256i x = avx2_broadcast(row + r * row_bytes + 4 * second);
@@ -247,14 +253,14 @@ GEMM_INLINE(AVX2) void avx2_nibble_sums(const struct gemm_tile *tile, const char
 }
 
 GEMM_INLINE(AVX2) void avx2_in_nibbles(const struct gemm_tile *tile, int first, const int rows, const int panels,
-                                       const int factored)
+                                       const int kind)
 {
     const char *row = tile->rows, *panel = tile->panels + first * tile->panel_bytes;
     const char *ahead = first ? panel : tile->ahead;
-    const int count = tile->group < 4 ? tile->group : 4; /* of a group of 16: 2 */
+    const int most = kind == MXFP4 ? 2 : 4, count = tile->group < most ? tile->group : most; /* of a group of 16: 2 */
     for (int g = 0; g < tile->vectors / tile->group; g++) {
         __m256i whole[GEMM_ROWS][2 * GEMM_PANELS];
-        avx2_start(tile, first, g, rows, panels, factored ? 0 : 8, whole);
+        avx2_start(tile, first, g, rows, panels, kind, whole);
         for (int i = 0; i < tile->group; i += count, row += count * 8, panel += count * 64, ahead += count * 64) {
             __m256i sums[GEMM_ROWS][2 * GEMM_PANELS];
             for (int line = 0; line < count; line++)
@@ -264,25 +270,30 @@ GEMM_INLINE(AVX2) void avx2_in_nibbles(const struct gemm_tile *tile, int first, 
 #pragma GCC unroll 8
                 for (int p = 0; p < 2 * panels; p++)
                     sums[r][p] = _mm256_setzero_si256();
-            avx2_nibble_sums(tile, row, panel, count, rows, panels, sums);
+            avx2_nibble_sums(tile, row, panel, count, rows, panels, kind, sums);
 #pragma GCC unroll 6
             for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
                 for (int p = 0; p < 2 * panels; p++)
                     whole[r][p] = _mm256_add_epi32(whole[r][p], _mm256_madd_epi16(sums[r][p], _mm256_set1_epi16(1)));
         }
-        avx2_scale(tile, first, g, rows, panels, factored, whole);
+        avx2_scale(tile, first, g, rows, panels, kind, whole);
     }
 }
 
 GEMM_INLINE(AVX2) void avx2_nibbles(const struct gemm_tile *tile, int first, const int rows, const int panels)
 {
-    avx2_in_nibbles(tile, first, rows, panels, 0);
+    avx2_in_nibbles(tile, first, rows, panels, NIBBLES);
 }
 
 GEMM_INLINE(AVX2) void avx2_factored(const struct gemm_tile *tile, int first, const int rows, const int panels)
 {
-    avx2_in_nibbles(tile, first, rows, panels, 1);
+    avx2_in_nibbles(tile, first, rows, panels, FACTORED);
+}
+
+GEMM_INLINE(AVX2) void avx2_mxfp4(const struct gemm_tile *tile, int first, const int rows, const int panels)
+{
+    avx2_in_nibbles(tile, first, rows, panels, MXFP4);
 }
 
 #define AVX2_CASE(kind, r, p)                                                                                          \

@@ -67,16 +67,27 @@ static inline float portable_half(uint16_t half)
     return x;
 }
 
+/* 2 to the power of a byte less 127. */
+static inline float portable_power(uint32_t exponent)
+{
+    const uint32_t bits = exponent ? exponent << 23 : MXFP4_TINY;
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
 /* Add the integer sums of group `g` in panel `p` and row `r` to a tile's, with the scales of both. */
-static inline void portable_scale(const struct gemm_tile *tile, int p, int r, int g, int factored, const int32_t *sums)
+static inline void portable_scale(const struct gemm_tile *tile, int p, int r, int g, const int kind, const int32_t *sums)
 {
     const size_t at = p * tile->panel_groups + (size_t)g * GEMM_COLUMNS;
     const float scale = tile->row_scales[r * tile->row_groups + g];
     const float start = (float)tile->row_starts[r * tile->row_groups + g] * scale;
     float *to = tile->sums + r * GEMM_WIDTH + p * GEMM_COLUMNS;
     for (int c = 0; c < GEMM_COLUMNS; c++) {
-        if (!factored) {
-            to[c] = portable_fma((float)sums[c], portable_half(((const uint16_t *)tile->panel_scales)[at + c]) * scale, to[c]);
+        if (kind != FACTORED) {
+            const float own = kind == MXFP4 ? portable_power(((const uint8_t *)tile->panel_scales)[at + c])
+                                            : portable_half(((const uint16_t *)tile->panel_scales)[at + c]);
+            to[c] = portable_fma((float)sums[c], own * scale, to[c]);
             continue;
         }
         const uint16_t *factors = tile->panel_factors + p * tile->panel_supers + g / GEMM_SUPER * 2 * GEMM_COLUMNS;
@@ -86,32 +97,41 @@ static inline void portable_scale(const struct gemm_tile *tile, int p, int r, in
     }
 }
 
-/* Sums of bytes, or of nibbles, the number `zero` of which stands for 0 where a matrix has none of its own. */
-static inline void portable_groups(const struct gemm_tile *tile, int rows, int panels, const int nibbles, const int zero)
+/* Number `i` of a column, in a panel of bytes or of nibbles. */
+static inline int portable_number(const uint8_t *panel, int column, int i, const int kind)
 {
-    const int together = nibbles ? 8 : 4;
+    const int together = kind == BYTES ? 4 : 8;
+    const int four = panel[(i / together * GEMM_COLUMNS + column) * 4 + i % 4];
+    if (kind == BYTES)
+        return four;
+    const int nibble = four >> (i / 4 % 2 * 4) & 15;
+    return kind == MXFP4 ? gemm_mxfp4[nibble] : nibble;
+}
+
+static inline void portable_groups(const struct gemm_tile *tile, int rows, int panels, const int kind)
+{
+    const int together = kind == BYTES ? 4 : 8;
     for (int p = 0; p < panels; p++)
         for (int r = 0; r < rows; r++)
             for (int g = 0; g < tile->vectors / tile->group; g++) {
                 const size_t first = (size_t)g * tile->group;
                 const uint8_t *panel = (const uint8_t *)tile->panels + p * tile->panel_bytes + first * 64;
-                const uint8_t *zeros = zero ? tile->panel_zeros : NULL;
+                const uint8_t *zeros = gemm_may_have_zeros(kind) ? tile->panel_zeros : NULL;
                 const int8_t *row = (const int8_t *)tile->rows + r * tile->row_bytes + first * together;
                 int32_t sums[GEMM_COLUMNS];
                 for (int c = 0; c < GEMM_COLUMNS; c++)
-                    sums[c] = (zeros ? zeros[p * tile->panel_groups + (size_t)g * GEMM_COLUMNS + c] : zero) *
+                    sums[c] = (zeros ? zeros[p * tile->panel_groups + (size_t)g * GEMM_COLUMNS + c] : gemm_zero(kind)) *
                               tile->row_starts[r * tile->row_groups + g];
                 for (int i = 0; i < together * tile->group; i++)
-                    for (int c = 0; c < GEMM_COLUMNS; c++) {
-                        const int four = panel[(i / together * GEMM_COLUMNS + c) * 4 + i % 4];
-                        sums[c] += (nibbles ? four >> (i / 4 % 2 * 4) & 15 : four) * row[i];
-                    }
-                portable_scale(tile, p, r, g, !zero, sums);
+                    for (int c = 0; c < GEMM_COLUMNS; c++)
+                        sums[c] += portable_number(panel, c, i, kind) * row[i];
+                portable_scale(tile, p, r, g, kind, sums);
             }
 }
 
-static inline void bytes_portable(const struct gemm_tile *tile, int rows, int panels) { portable_groups(tile, rows, panels, 0, 128); }
-static inline void nibbles_portable(const struct gemm_tile *tile, int rows, int panels) { portable_groups(tile, rows, panels, 1, 8); }
-static inline void factored_portable(const struct gemm_tile *tile, int rows, int panels) { portable_groups(tile, rows, panels, 1, 0); }
+static inline void bytes_portable(const struct gemm_tile *tile, int rows, int panels) { portable_groups(tile, rows, panels, BYTES); }
+static inline void nibbles_portable(const struct gemm_tile *tile, int rows, int panels) { portable_groups(tile, rows, panels, NIBBLES); }
+static inline void factored_portable(const struct gemm_tile *tile, int rows, int panels) { portable_groups(tile, rows, panels, FACTORED); }
+static inline void mxfp4_portable(const struct gemm_tile *tile, int rows, int panels) { portable_groups(tile, rows, panels, MXFP4); }
 
 #endif

@@ -4,9 +4,9 @@
  *
  * A panel is 16 columns of a matrix, stored so that one vector holds the same few elements of all 16: [pairs][16][2] of
  * bfloat16, [fours][16][4] of bytes or [eights][16][4] of nibbles, the first four of eight in the low halves of bytes and the
- * others in the high ones. A vector of a panel meets one broadcast element group of a row, and each of the 16
- * lanes sums for its own column: no lane is ever added to another. An output's sum runs over the elements in their
- * order in one chain, whatever rows or panels stand beside it: it does not depend on the batch.
+ * others in the high ones; a table turns those of MXFP4 into numbers. A vector of a panel meets one broadcast element group of
+ * a row, and each of the 16 lanes sums for its own column: no lane is ever added to another. An output's sum runs over the
+ * elements in their order in one chain, whatever rows or panels stand beside it: it does not depend on the batch.
  *
  * Up to 6 rows and 4 panels are kept in registers: 24 sums, 4 vectors of weights, a broadcast.
  */
@@ -19,6 +19,7 @@
 #include <string.h>
 
 #include "cpu_features.h"
+#include "linear.h"
 
 #if !defined(GEMM_ROWS) /* tests compile fewer copies of the loops */
 #define GEMM_ROWS 6
@@ -47,6 +48,15 @@ struct gemm_tile {
 };
 
 #define GEMM_SUPER 8 /* groups that share factors */
+
+/* What a nibble of MXFP4 is multiplied as: twice its number, from -12 to 12, plus 12. */
+static const uint8_t gemm_mxfp4[] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+#define MXFP4_TINY 0x00400000 /* the bits of 2^-127, whose exponent is 0: it is subnormal */
+
+/* Which number stands for 0 in a matrix of this kind that has no zeros of its own. FACTORED: see linear.h. */
+static inline int gemm_zero(const int kind) { return kind == BYTES ? 128 : kind == NIBBLES ? 8 : kind == MXFP4 ? 12 : 0; }
+
+static inline int gemm_may_have_zeros(const int kind) { return kind == BYTES || kind == NIBBLES; }
 
 #if defined(__x86_64__)
 
@@ -187,16 +197,15 @@ GEMM_INLINE(AVX512) __m512i gemm_start_of(const struct gemm_tile *tile, int g, i
     return _mm512_set1_epi32(zero * tile->row_starts[r * tile->row_groups + g]);
 }
 
-/* `zero`: 0 of a FACTORED matrix. */
-GEMM_INLINE(AVX512) void gemm_start(const struct gemm_tile *tile, int g, const int rows, const int panels, const int zero,
+GEMM_INLINE(AVX512) void gemm_start(const struct gemm_tile *tile, int g, const int rows, const int panels, const int kind,
                                     __m512i (*sums)[GEMM_PANELS])
 {
-    const int own = zero && tile->panel_zeros;
+    const int own = gemm_may_have_zeros(kind) && tile->panel_zeros;
 #pragma GCC unroll 6
     for (int r = 0; r < rows && !own; r++)
 #pragma GCC unroll 4
         for (int p = 0; p < panels; p++)
-            sums[r][p] = gemm_start_of(tile, g, r, zero);
+            sums[r][p] = gemm_start_of(tile, g, r, gemm_zero(kind));
 #pragma GCC unroll 4
     for (int p = 0; p < panels && own; p++) {
         const __m512i zeros = gemm_zeros(tile, g, p);
@@ -211,10 +220,15 @@ struct gemm_scales {
     __m512 scale, least;
 };
 
-GEMM_INLINE(AVX512) struct gemm_scales gemm_scales_of(const struct gemm_tile *tile, int g, int p, const int factored)
+GEMM_INLINE(AVX512) struct gemm_scales gemm_scales_of(const struct gemm_tile *tile, int g, int p, const int kind)
 {
     const size_t at = p * tile->panel_groups + (size_t)g * GEMM_COLUMNS;
-    if (!factored)
+    if (kind == MXFP4) {
+        const __m512i bits = _mm512_slli_epi32(gemm_widen((const uint8_t *)tile->panel_scales + at), 23);
+        return (struct gemm_scales){_mm512_castsi512_ps(_mm512_max_epi32(bits, _mm512_set1_epi32(MXFP4_TINY))),
+                                    _mm512_setzero_ps()};
+    }
+    if (kind != FACTORED)
         return (struct gemm_scales){gemm_floats((const uint16_t *)tile->panel_scales + at), _mm512_setzero_ps()};
     const uint16_t *factors = tile->panel_factors + p * tile->panel_supers + g / GEMM_SUPER * 2 * GEMM_COLUMNS;
     return (struct gemm_scales){
@@ -224,40 +238,39 @@ GEMM_INLINE(AVX512) struct gemm_scales gemm_scales_of(const struct gemm_tile *ti
 }
 
 /* Add the sums of group `g` in row `r` and panel `p`, integers, to a tile's, with the scales of both. */
-GEMM_INLINE(AVX512) void gemm_add(const struct gemm_tile *tile, int g, int r, int p, const int factored,
+GEMM_INLINE(AVX512) void gemm_add(const struct gemm_tile *tile, int g, int r, int p, const int kind,
                                   const struct gemm_scales *scales, __m512i sums)
 {
     float *to = tile->sums + r * GEMM_WIDTH + p * GEMM_COLUMNS;
     const float of_row = tile->row_scales[r * tile->row_groups + g];
     const __m512 both = _mm512_mul_ps(scales->scale, _mm512_set1_ps(of_row));
     __m512 sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums), both, _mm512_loadu_ps(to));
-    if (factored)
+    if (kind == FACTORED)
         sum = _mm512_fmadd_ps(scales->least,
                               _mm512_set1_ps((float)tile->row_starts[r * tile->row_groups + g] * of_row), sum);
     _mm512_storeu_ps(to, sum);
 }
 
-GEMM_INLINE(AVX512) void gemm_scale(const struct gemm_tile *tile, int g, const int rows, const int panels, const int factored,
+GEMM_INLINE(AVX512) void gemm_scale(const struct gemm_tile *tile, int g, const int rows, const int panels, const int kind,
                                     __m512i (*sums)[GEMM_PANELS])
 {
 #pragma GCC unroll 4
     for (int p = 0; p < panels; p++) {
-        const struct gemm_scales scales = gemm_scales_of(tile, g, p, factored);
+        const struct gemm_scales scales = gemm_scales_of(tile, g, p, kind);
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++)
-            gemm_add(tile, g, r, p, factored, &scales, sums[r][p]);
+            gemm_add(tile, g, r, p, kind, &scales, sums[r][p]);
     }
 }
 
-/* `factored`: the numbers are nibbles from gemm_unpack. */
-GEMM_INLINE(AVX512_VNNI) void gemm_in_bytes(const struct gemm_tile *tile, const int rows, const int panels,
-                                            const int factored)
+/* `kind`: BYTES, or that of numbers from gemm_unpack. */
+GEMM_INLINE(AVX512_VNNI) void gemm_in_bytes(const struct gemm_tile *tile, const int rows, const int panels, const int kind)
 {
     const char *row = tile->rows, *panel = tile->panels, *ahead = tile->ahead;
     const size_t row_bytes = tile->row_bytes, panel_bytes = tile->panel_bytes;
     for (int g = 0; g < tile->vectors / tile->group; g++) {
         __m512i sums[GEMM_ROWS][GEMM_PANELS];
-        gemm_start(tile, g, rows, panels, factored ? 0 : 128, sums);
+        gemm_start(tile, g, rows, panels, kind, sums);
         for (int i = 0; i < tile->group; i++, row += 4, panel += 64, ahead += 64) {
             __m512i weights[GEMM_PANELS];
             gemm_prefetch(ahead, panel, panel_bytes, panels);
@@ -272,25 +285,39 @@ GEMM_INLINE(AVX512_VNNI) void gemm_in_bytes(const struct gemm_tile *tile, const 
                     sums[r][p] = gemm_fours(sums[r][p], weights[p], x);
             }
         }
-        gemm_scale(tile, g, rows, panels, factored, sums);
+        gemm_scale(tile, g, rows, panels, kind, sums);
     }
 }
 
 GEMM_INLINE(AVX512_VNNI) void gemm_bytes(const struct gemm_tile *tile, const int rows, const int panels)
 {
-    gemm_in_bytes(tile, rows, panels, 0);
+    gemm_in_bytes(tile, rows, panels, BYTES);
 }
 
 GEMM_INLINE(AVX512_VNNI) void gemm_factored_bytes(const struct gemm_tile *tile, const int rows, const int panels)
 {
-    gemm_in_bytes(tile, rows, panels, 1);
+    gemm_in_bytes(tile, rows, panels, FACTORED);
+}
+
+GEMM_INLINE(AVX512_VNNI) void gemm_mxfp4_bytes(const struct gemm_tile *tile, const int rows, const int panels)
+{
+    gemm_in_bytes(tile, rows, panels, MXFP4);
+}
+
+/* The numbers of a vector of nibbles: the low ones or the high ones. */
+GEMM_INLINE(AVX512) __m512i gemm_numbers(__m512i both, const int second, const int kind)
+{
+    const __m512i nibbles = _mm512_and_si512(second ? _mm512_srli_epi16(both, 4) : both, _mm512_set1_epi8(15));
+    if (kind != MXFP4)
+        return nibbles;
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)gemm_mxfp4)), nibbles);
 }
 
 /* `vectors` of a panel of nibbles to twice as many of bytes. `zeros`: of each group of `group` vectors in each column, the
  * nibble that becomes 128; NULL: `every` is added to each. */
-GEMM_INLINE(AVX512) void gemm_unpack(const char *panel, const uint8_t *zeros, int every, int vectors, int group, char *to)
+GEMM_INLINE(AVX512) void gemm_unpack(const char *panel, const uint8_t *zeros, int every, int vectors, int group, char *to,
+                                     const int kind)
 {
-    const __m512i low = _mm512_set1_epi8(15);
     for (int i = 0; i < vectors; i += group) {
         __m512i more = _mm512_set1_epi8((char)every);
         if (zeros)
@@ -299,32 +326,29 @@ GEMM_INLINE(AVX512) void gemm_unpack(const char *panel, const uint8_t *zeros, in
                                                       _mm512_set1_epi32(0x01010101)));
         for (int v = 0; v < group; v++, panel += 64, to += 128) {
             const __m512i both = _mm512_loadu_si512(panel);
-            _mm512_storeu_si512(to, _mm512_add_epi8(_mm512_and_si512(both, low), more));
-            _mm512_storeu_si512(to + 64, _mm512_add_epi8(_mm512_and_si512(_mm512_srli_epi16(both, 4), low), more));
+            _mm512_storeu_si512(to, _mm512_add_epi8(gemm_numbers(both, 0, kind), more));
+            _mm512_storeu_si512(to + 64, _mm512_add_epi8(gemm_numbers(both, 1, kind), more));
         }
     }
 }
 
 /* Low nibbles before high ones, so that the vectors fit the registers. */
 GEMM_INLINE(AVX512_VNNI) void gemm_in_nibbles(const struct gemm_tile *tile, const int rows, const int panels,
-                                              const int factored)
+                                              const int kind)
 {
     const char *row = tile->rows, *panel = tile->panels, *ahead = tile->ahead;
     const size_t row_bytes = tile->row_bytes, panel_bytes = tile->panel_bytes;
-    const __m512i low = _mm512_set1_epi8(15);
     for (int g = 0; g < tile->vectors / tile->group; g++) {
         __m512i sums[GEMM_ROWS][GEMM_PANELS];
-        gemm_start(tile, g, rows, panels, factored ? 0 : 8, sums);
+        gemm_start(tile, g, rows, panels, kind, sums);
         for (int i = 0; i < tile->group; i++, row += 8, panel += 64, ahead += 64) {
             gemm_prefetch(ahead, panel, panel_bytes, panels);
 #pragma GCC unroll 2
             for (int second = 0; second < 2; second++) {
                 __m512i weights[GEMM_PANELS];
 #pragma GCC unroll 4
-                for (int p = 0; p < panels; p++) {
-                    const __m512i both = _mm512_loadu_si512(panel + p * panel_bytes);
-                    weights[p] = _mm512_and_si512(second ? _mm512_srli_epi16(both, 4) : both, low);
-                }
+                for (int p = 0; p < panels; p++)
+                    weights[p] = gemm_numbers(_mm512_loadu_si512(panel + p * panel_bytes), second, kind);
 #pragma GCC unroll 6
                 for (int r = 0; r < rows; r++) {
                     const __m512i x = gemm_broadcast(row + r * row_bytes + 4 * second);
@@ -334,18 +358,23 @@ GEMM_INLINE(AVX512_VNNI) void gemm_in_nibbles(const struct gemm_tile *tile, cons
                 }
             }
         }
-        gemm_scale(tile, g, rows, panels, factored, sums);
+        gemm_scale(tile, g, rows, panels, kind, sums);
     }
 }
 
 GEMM_INLINE(AVX512_VNNI) void gemm_nibbles(const struct gemm_tile *tile, const int rows, const int panels)
 {
-    gemm_in_nibbles(tile, rows, panels, 0);
+    gemm_in_nibbles(tile, rows, panels, NIBBLES);
 }
 
 GEMM_INLINE(AVX512_VNNI) void gemm_factored(const struct gemm_tile *tile, const int rows, const int panels)
 {
-    gemm_in_nibbles(tile, rows, panels, 1);
+    gemm_in_nibbles(tile, rows, panels, FACTORED);
+}
+
+GEMM_INLINE(AVX512_VNNI) void gemm_mxfp4_nibbles(const struct gemm_tile *tile, const int rows, const int panels)
+{
+    gemm_in_nibbles(tile, rows, panels, MXFP4);
 }
 
 /* One copy of the loops for every number of rows and panels, so that their sums stay in registers. */

@@ -130,18 +130,19 @@ static void run_products(int32_t kind)
     float *bias = (float *)drawn(n, 1);
     uint8_t *zeros = malloc(48 * k / 32);
     for (int i = 0; i < 48 * k / 32; i++) {
-        zeros[i] = i % 16;
+        zeros[i] = i % 16 + (kind == MXFP4 ? 120 : 0);
         scales[i] &= 0xbfff; /* a float16 below 2 */
     }
     for (int i = 0; i < 2 * 48 * k / SUPER_GROUP; i++)
         factors[i] &= 0xbfff;
     struct ferrum_linears *linears = ferrum_linears_new();
     const struct matrix matrix = {.kind = kind, .n = n, .k = k, .group = group, .width = n, .factor = 0.5f, .panels = panels,
-                                  .scales = scales, .zeros = zeros, .bias = bias,
+                                  .scales = kind == MXFP4 ? (void *)zeros : scales, .bias = bias,
+                                  .zeros = kind == MXFP4 ? NULL : zeros,
                                   .factors = kind == FACTORED ? factors : NULL, .mixed = kind == BYTES};
     if (ferrum_linear(linears, &matrix, x, k, ROWS, out, 0, 1))
         exit(1);
-    print((const char *[]){"pairs", "bytes", "nibbles", "factored"}[kind], 0, out, ROWS * n);
+    print((const char *[]){"pairs", "bytes", "nibbles", "factored", "mxfp4"}[kind], 0, out, ROWS * n);
     ferrum_linears_free(linears);
     free(x), free(out), free(panels), free(scales), free(factors), free(zeros), free(bias);
 }
@@ -198,6 +199,7 @@ int main(void)
     run_products(BYTES);
     run_products(NIBBLES);
     run_products(FACTORED);
+    run_products(MXFP4);
     for (int wide = 0; wide <= 1; wide++) {
         run_rows(wide);
         run_attention(kernel, prefill, wide, 0, 0, 0.0f);

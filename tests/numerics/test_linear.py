@@ -21,7 +21,7 @@ from ferrum_rpc.models.native_linear import (
     StoredFactory,
     Workspace,
 )
-from ferrum_rpc.models.stored_integers import IntegerFormat, Integers
+from ferrum_rpc.models.stored_integers import Code, Integers
 from ferrum_rpc.usage import ISA_VARIABLE, ISAS
 from tests.support.harness import made_or_skip, threads
 
@@ -255,6 +255,10 @@ def integers(bits, group, kind):
     scales = torch.rand(groups, generator=generator).half()
     scales[5], scales[6, 0], scales[7] = 6e-8, 65504.0, -scales[7]
     zeros = torch.randint(0, (1 << bits) + (bits == 4), groups, generator=generator).to(torch.uint8)  # GPTQ's reach 16
+    if kind == "mxfp4":
+        exponents = torch.randint(110, 131, groups, generator=generator, dtype=torch.uint8)
+        numbers[2], exponents[5], exponents[6, 0] = 7, 0, 235
+        return Integers(bits, numbers, exponents, code=Code.MXFP4)
     order = torch.randperm(k, generator=generator).int() if kind == "ordered" else None
     return Integers(bits, numbers, scales, None if kind == "centered" else zeros, order=order)
 
@@ -264,6 +268,8 @@ def integers(bits, group, kind):
     [
         *itertools.product((4, 8), (16, 32, 64, 128), ("centered", "zeroed", "ordered")),
         (4, 32, "factored"),
+        (4, 16, "mxfp4"),
+        (4, 32, "mxfp4"),
     ],
 )
 def test_integers_are_multiplied_as_the_numbers_that_they_stand_for(monkeypatch, bits, group, kind):
@@ -272,13 +278,13 @@ def test_integers_are_multiplied_as_the_numbers_that_they_stand_for(monkeypatch,
     matrix = integers(bits, group, kind)
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(-126, 127, (60, 512), generator=generator).float()
-    x[:, ::16], x[0] = 127.0, 127.0  # wherever a group begins
+    x[:, ::16], x[0], x[1] = 127.0, 127.0, -127.0  # wherever a group begins
     if matrix.order is not None:
         x[:, matrix.order[::16].long()] = 127.0
     weight = matrix.floats().double()
     expected = x.double() @ weight.T
-    form = IntegerFormat(bits, group, kind != "centered", kind == "factored", kind == "ordered")
-    assert form.fitting([0, 512]) == form
+    form = matrix.form
+    assert form.group == group and form.fitting([0, 512]) == form
     assert (form.fitting([128, 384]) is None) == form.factored
 
     def product():
@@ -295,6 +301,35 @@ def test_integers_are_multiplied_as_the_numbers_that_they_stand_for(monkeypatch,
     assert all(torch.equal(first, each) for each in others)
     scale = (x.abs().double() @ weight.abs().T).clamp_min(1e-30)
     assert ((first.double() - expected).abs() / scale).max() < 2**-8
+
+
+def test_every_number_of_mxfp4_is_exact_with_every_exponent(monkeypatch):
+    """2^-127 too, which is subnormal; NaN stays what no number is. Rows are small, so that float32 holds all sums."""
+    numbers = torch.arange(32, dtype=torch.uint8).repeat(256, 1) % 16
+    numbers[:, 16:] = numbers[:, 16:].roll(5, 1)
+    exponents = torch.arange(256)[:, None]
+    matrix = Integers(4, numbers, exponents.to(torch.uint8), code=Code.MXFP4)
+    e2m1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    weight = torch.cat((e2m1, -e2m1))[numbers.int()] * 2.0 ** (exponents.double() - 127)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-126, 127, (60, 32), generator=generator).double()
+    x[:, 0] = 127
+    x *= 2.0**-20
+
+    def product():
+        made = made_or_skip(lambda: StoredFactory(Workspace()))(matrix, None)
+        answer = made.exact(x.to(BF16))
+        assert torch.equal(answer[:, :255].double(), (x @ weight.T)[:, :255])
+        assert torch.equal(answer[:2], made.exact(x[:2].to(BF16)))
+        assert not answer[:, 255].isfinite().any()
+        held = torch.arange(253)  # beyond, float32 has no room for 6
+        assert torch.equal(made.rows(held).double(), weight[held])
+        assert made.rows(torch.tensor([255])).isnan().all()
+        return answer[:, :255]
+
+    first, *others = in_every_isa(monkeypatch, product)
+    assert all(torch.equal(first, each) for each in others)
+    assert torch.equal(matrix.floats()[:253].double(), weight[:253])
 
 
 @pytest.mark.parametrize("kind", [PairFactory, ByteFactory, NibbleFactory])

@@ -87,7 +87,9 @@ def test_a_variant_that_is_not_read_is_named_before_a_weight_is_read(copy, kind,
     ("weights", "field"),
     [
         ({"num_bits": 3}, "num_bits"),
-        ({"num_bits": 4, "type": "float"}, "num_bits"),
+        ({"num_bits": 6, "type": "float"}, "num_bits"),
+        ({"num_bits": 4, "type": "float"}, "group_size"),
+        ({"num_bits": 4, "type": "float", "strategy": "group", "group_size": 16}, "group_size"),
         ({"strategy": "tensor_group"}, "strategy"),
         ({"dynamic": True}, "dynamic"),
         ({"actorder": "random"}, "actorder"),
@@ -159,6 +161,27 @@ BROKEN = {
         "ct-w4a16-asymmetric",
         replaced("weight_zero_point", torch.zeros(7, 4).int()),
         r"expected \[8, 4\]",
+    ),
+    "mxfp4, no scale": ("ct-w4a16-mxfp4", lambda tensors: tensors.pop(Q + "weight_scale"), "weight_scale is missing"),
+    "mxfp4, other scales": (
+        "ct-w4a16-mxfp4",
+        replaced("weight_scale", torch.zeros(64, 4).byte()),
+        r"expected \[64, 2\]",
+    ),
+    "mxfp4, scales of another type": (
+        "ct-w4a16-mxfp4",
+        replaced("weight_scale", torch.ones(64, 2)),
+        "float32, expected uint8",
+    ),
+    "mxfp4, half a group": (
+        "ct-w4a16-mxfp4",
+        replaced("weight_packed", torch.zeros(64, 24).byte()),
+        "expected a multiple of 16",
+    ),
+    "mxfp4, another scheme": (
+        "ct-w8a8",
+        replaced("weight_packed", torch.zeros(64, 32).byte()),
+        "weight_packed uint8 .* fits no group",
     ),
     "int8, other scales": ("ct-w8a8", replaced("weight_scale", torch.ones(32, 1)), "fits no group"),
     "int8, no scale": ("ct-w8a8", lambda tensors: tensors.pop(Q + "weight_scale"), "of an unsupported type"),
@@ -241,7 +264,7 @@ def test_groups_of_unlike_size_are_expanded(copy):
     ("load", "kind"),
     [
         *((expanded, kind) for kind in ("gptq-4", "ct-w8a8", "bnb-nf4-nested", "fp8-block")),
-        *((as_stored, kind) for kind in ("gptq-4", "ct-w8a8")),  # the others are floats
+        *((as_stored, kind) for kind in ("gptq-4", "ct-w8a8", "ct-w4a16-mxfp4")),  # the others are floats
     ],
 )
 def test_a_scale_that_is_not_finite_is_refused(copy, kind, load):
@@ -249,7 +272,7 @@ def test_a_scale_that_is_not_finite_is_refused(copy, kind, load):
 
     def change(tensors):
         name = next(each for each in tensors if "scale" in each or each.endswith("nested_absmax"))
-        tensors[name].view(-1)[0] = float("nan")
+        tensors[name].view(-1)[0] = 255 if tensors[name].dtype == torch.uint8 else float("nan")  # of exponents too
 
     edit_tensors(folder, change)
     with pytest.raises(InvalidRequest, match="NaN or infinit"):
@@ -260,7 +283,7 @@ def test_mutated_tensors_end_in_typed_errors_or_are_multiplied(copy):
     """Parts of integers: other bytes, extreme values, other shapes and dtypes, missing and exchanged ones."""
     made_or_skip(PairFactory)
     rng = random.Random(int(os.environ.get("FERRUM_FUZZ_SEED", "20261127")))
-    kinds = ("gptq-4", "gptq-8", "awq-4", "ct-w4a16", "ct-w8a8-asymmetric")
+    kinds = ("gptq-4", "gptq-8", "awq-4", "ct-w4a16", "ct-w8a8-asymmetric", "ct-w4a16-mxfp4")
     folders = [copy(kind) for kind in kinds]
     originals = [load_file(folder / "model.safetensors") for folder in folders]
     survived = 0

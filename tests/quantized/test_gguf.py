@@ -103,7 +103,7 @@ def test_integers_of_every_type_are_those_of_the_package(kind):
     made = integers_of(kind, torch.from_numpy(blocks), lambda first, last: decoded[first:last])
     assert made.bits == FORMATS[kind].bits and made.group == FORMATS[kind].group
     assert (made.factors is not None) == FORMATS[kind].factored
-    if kind in ("Q4_0", "Q8_0", "Q4_K", "Q6_K"):
+    if kind in ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "MXFP4"):
         torch.testing.assert_close(made.floats(), decoded, rtol=2e-7, atol=2e-7 * float(decoded.abs().max()))
     else:
         assert error(made.floats(), decoded.double()) < 0.006

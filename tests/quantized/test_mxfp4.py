@@ -12,12 +12,17 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.assembly.choose import choose
-from ferrum_rpc.engine.assembly.loading import with_single_experts
+from ferrum_rpc.engine.assembly.loading import read_spec, stored_parts, with_single_experts
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, NotSupported
+from ferrum_rpc.models.layout import layout
+from ferrum_rpc.models.native_linear import PairFactory, StoredFactory
+from ferrum_rpc.models.shard import WHOLE, Shard
+from ferrum_rpc.models.stored_integers import Code, Integers
 from ferrum_rpc.weights.checkpoint import Checkpoint
 from tests.numerics.test_hf_families import feed, plain_logits, settings
+from tests.numerics.test_whole_models import median
 from tests.quantized.make import edit_config, edit_tensors, read_config
-from tests.support.harness import error
+from tests.support.harness import error, made_or_skip
 from tests.support.hf_families import make_family_checkpoint
 
 EXPERTS = "model.layers.0.mlp.experts."
@@ -68,6 +73,42 @@ def test_each_expert_is_one_of_them(folder):
         names = [f"{EXPERTS}{expert}.{matrix}.weight" for expert in range(len(joined))]
         found = dict(checkpoint.tensors(names))
         assert all(torch.equal(found[name], own.T) for name, own in zip(names, joined, strict=True))
+
+
+def test_experts_are_multiplied_as_they_are_stored(folder):
+    """In the bytes of the file. What differs from the dequantized model is that rows are rounded to 8 bits, and the
+    numbers between layers to bfloat16: in the median row, because a rounded row may be sent to another expert."""
+    made_or_skip(PairFactory)
+    checkpoint = with_single_experts(Checkpoint.open(folder))
+    held = stored_parts(checkpoint, read_spec(checkpoint), WHOLE)
+    of_experts = [part for parts in held.values() for part in parts]
+    names = [name for part in of_experts for name in part.names]
+    assert len(names) == 2 * 4 * 2 and all(name.startswith("model.layers.") for name in names)
+    on_disk = sum(checkpoint.entries[name].nbytes for name in names)
+    rows, width = {192: 64, 64: 96}, 17 / 32
+    assert on_disk == sum(part.rows * rows[part.rows] * width for part in of_experts)
+    assert on_disk == sum(StoredFactory.nbytes(part.rows, rows[part.rows], part.form) for part in of_experts)
+    runner, plain = (build_runner(settings(folder, model_backend="native", dtype=each)) for each in ("auto", "float32"))
+    chosen = dict(runner.device.choices)
+    assert "16 of " in chosen["quantize=stored"] and runner.info.weight_dtype == "mxfp4"
+    assert median(feed(runner), feed(plain).double()) < 0.03
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_holds_its_part_of_experts(folder, ranks):
+    """Also where it cuts blocks in two."""
+    checkpoint = with_single_experts(Checkpoint.open(folder))
+    spec = read_spec(checkpoint)
+    for rank in range(ranks):
+        shard = Shard.at(rank, ranks, 1)
+        places = layout(spec, shard)
+        parts = [part for each in stored_parts(checkpoint, spec, shard).values() for part in each]
+        names = {name: part.form.group for part in parts for name in part.names}
+        assert set(names.values()) == ({32} if ranks == 1 else {32, 16})
+        floats = dict(checkpoint.tensors(names))
+        for name, found in checkpoint.weights(names, torch.float32, names):
+            assert isinstance(found, Integers) and found.code is Code.MXFP4
+            assert torch.equal(places[name].of_integers(found, names[name]).floats(), places[name].of(floats[name]))
 
 
 @pytest.mark.parametrize("backend", ["native", "hf"])

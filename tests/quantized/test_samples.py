@@ -78,7 +78,7 @@ AS_STORED = sorted(
     for each in NAMES
     if each.startswith(("awq", "ct-w", "gguf", "gptq")) and (find_spec("gguf") or not each.startswith("gguf"))
 )
-"""Integers of 4 to 8 bits; others are kinds of floats."""
+"""Integers of 4 to 8 bits, and MXFP4; others are kinds of floats."""
 
 CHANGED = dict.fromkeys(("gguf-q4_k_m", "gguf-q5_1"), 0.006)
 """By how much of themselves: numbers of 5 bits become others of 8."""

@@ -1,8 +1,8 @@
 """Quantized blocks of GGUF as the small integers that our kernel multiplies, without decoding them.
 
-Q4_0, Q8_0, Q4_K and Q6_K keep their numbers and their scales; Q6_K's scales, a byte times a float16, are rounded to
-float16 (by 2e-4 of themselves at most). The kernel has no numbers of 2, 3 and 5 bits, nor minimums of other groups than
-Q4_K's: such matrices are decoded and quantized to 8 bits in groups of 32. Layouts: llama.cpp's ``ggml-common.h``.
+Q4_0, Q8_0, Q4_K, Q6_K and MXFP4 keep their numbers and their scales; Q6_K's scales, a byte times a float16, are rounded
+to float16 (by 2e-4 of themselves at most). The kernel has no numbers of 2, 3 and 5 bits, nor minimums of other groups
+than Q4_K's: such matrices are decoded and quantized to 8 bits in groups of 32. Layouts: llama.cpp's ``ggml-common.h``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ferrum_rpc.models.stored_integers import IntegerFormat, Integers
+from ferrum_rpc.models.stored_integers import Code, IntegerFormat, Integers
 from ferrum_rpc.weights.entries import CHUNK
 
 DecodeRows = Callable[[int, int], Tensor]
@@ -25,6 +25,7 @@ FORMATS: Final = {
     "Q4_0": IntegerFormat(4, 32),
     "Q4_K": IntegerFormat(4, 32, zeroed=True, factored=True),
     "Q6_K": IntegerFormat(8, 16),
+    "MXFP4": IntegerFormat(4, 32, code=Code.MXFP4),
     **dict.fromkeys(("Q8_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q5_K"), IN_BYTES),
 }
 """By the name of the type. Others are decoded to floats."""
@@ -32,16 +33,14 @@ FORMATS: Final = {
 
 def integers_of(kind: str, blocks: Tensor, decode: DecodeRows) -> Integers:
     """The matrix whose rows are the ``blocks`` uint8 [n, bytes] of a type of `FORMATS`."""
-    known = {"Q4_0": _q4_0, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q6_K": _q6_k}.get(kind)
+    known = {"Q4_0": _q4_0, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q6_K": _q6_k, "MXFP4": _mxfp4}.get(kind)
     return _in_bytes(blocks, decode) if known is None else known(blocks)
 
 
 def _q4_0(blocks: Tensor) -> Integers:
-    """A scale in float16, and 16 bytes whose low halves are the first 16 numbers."""
+    """A scale in float16, and `_nibbles`."""
     grouped = blocks.reshape(len(blocks), -1, 18)
-    halves = grouped[..., 2:]
-    numbers = torch.cat((halves & 15, halves >> 4), -1)
-    return Integers(4, numbers.view(len(blocks), -1), _halves(grouped[..., :2]).squeeze(-1))
+    return Integers(4, _nibbles(grouped[..., 2:]), _halves(grouped[..., :2]).squeeze(-1))
 
 
 def _q8_0(blocks: Tensor) -> Integers:
@@ -76,6 +75,12 @@ def _q6_k(blocks: Tensor) -> Integers:
     return Integers(8, numbers.reshape(len(blocks), -1), scales.reshape(len(blocks), -1))
 
 
+def _mxfp4(blocks: Tensor) -> Integers:
+    """An exponent, and `_nibbles`."""
+    grouped = blocks.reshape(len(blocks), -1, 17)
+    return Integers(4, _nibbles(grouped[..., 1:]), grouped[..., 0].contiguous(), code=Code.MXFP4)
+
+
 def _in_bytes(blocks: Tensor, decode: DecodeRows) -> Integers:
     """Decoded and quantized a second time, in groups of 32: their largest magnitude over 127."""
     numbers, scales = list[Tensor](), list[Tensor]()
@@ -89,6 +94,11 @@ def _in_bytes(blocks: Tensor, decode: DecodeRows) -> Integers:
         numbers.append((found + 128.0).to(torch.uint8).flatten(1))
         scales.append(scale.squeeze(-1))
     return Integers(8, torch.cat(numbers), torch.cat(scales))
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """uint8 [n, 32 * groups], of [n, groups, 16]: the low halves of 16 bytes are the first 16 numbers."""
+    return torch.cat((packed & 15, packed >> 4), -1).flatten(1)
 
 
 def _halves(pairs: Tensor) -> Tensor:

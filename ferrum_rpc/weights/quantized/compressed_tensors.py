@@ -1,10 +1,11 @@
-"""compressed-tensors, as llm-compressor writes it: integers of 8 bits, packed ones of 2, 4 and 8, and FP8.
+"""compressed-tensors, as llm-compressor writes it: integers of 8 bits, packed ones of 2, 4 and 8, FP8 and MXFP4.
 
 ``config_groups`` has one or more ways in which weights were quantized. A matrix [n, k] is stored as ``weight`` int8 or
 float8_e4m3fn [n, k], or as ``weight_packed`` int32 [n, ceil(k * bits / 32)] with ``weight_shape``; ``weight_scale`` is
 [1] (strategy tensor), [n, 1] (channel), [n, groups] (group) or [ceil(n / rows), ceil(k / columns)] (block).
 ``weight_zero_point`` is like the scale; packed along n if weights are packed. Each matrix belongs to the first group
-that its tensors fit. Source: compressed-tensors 0.20.
+that its tensors fit. A matrix in MXFP4 is ``weight_packed`` uint8 [n, k / 2] and ``weight_scale`` uint8 [n, k / 32]
+(`mxfp4`). Source: compressed-tensors 0.20.
 """
 
 from __future__ import annotations
@@ -21,17 +22,20 @@ from ferrum_rpc.models.config_keys import refuse_unread
 from ferrum_rpc.models.fields import Fields
 from ferrum_rpc.models.stored_integers import Integers
 from ferrum_rpc.weights.entries import AsIntegers, Decode
+from ferrum_rpc.weights.quantized import mxfp4
 from ferrum_rpc.weights.quantized.fp8 import ACTIVATIONS, block_size, by_blocks
 from ferrum_rpc.weights.quantized.groups import checked_columns, column_order, even_groups, rescaled, unpacked
 from ferrum_rpc.weights.quantized.stored import FLOATS, QuantizedTensors, not_supported, wrong
 
 FORMATS: Final = (
     *("int-quantized", "float-quantized", "naive-quantized", "pack-quantized"),
-    *("mixed-precision", "dense"),
+    *("mxfp4-pack-quantized", "mixed-precision", "dense"),
 )
 STRATEGIES: Final = ("tensor", "channel", "group", "block")
 PACKED_BITS: Final = (2, 4, 8)
 INT: Final = (torch.int32,)
+FLOATS_OF_BITS: Final = (("float", 4), ("float", 8))
+MXFP4_PARTS: Final = ("weight_packed", "weight_scale")
 
 IRRELEVANT: Final = (
     *("global_compression_ratio", "version", "quantization_status", "run_compressed", "dequantize"),
@@ -109,12 +113,16 @@ def _quantization_args(groups: Fields, name: str) -> QuantizationArgs | None:
     if weights is None:
         return None
     bits, kind = weights.integer("num_bits", 8), weights.text("type", "int").lower()
-    if (kind, bits) != ("float", 8) and (kind != "int" or bits not in PACKED_BITS):
-        raise not_supported(weights.name("num_bits"), f"{kind} of {bits} bits", "int of 2, 4 and 8 bits, float of 8")
+    if (kind, bits) not in FLOATS_OF_BITS and (kind != "int" or bits not in PACKED_BITS):
+        raise not_supported(
+            weights.name("num_bits"), f"{kind} of {bits} bits", "int of 2, 4 and 8 bits, float of 4 and 8"
+        )
     size = weights.integer("group_size", -1, low=-1)
     strategy = weights.text("strategy", "group" if size > 0 else "channel" if size == -1 else "tensor").lower()
     if strategy not in STRATEGIES:
         raise not_supported(weights.name("strategy"), strategy, ", ".join(STRATEGIES))
+    if kind == "float" and bits == 4 and (strategy, size) != ("group", mxfp4.BLOCK):
+        raise not_supported(weights.name("group_size"), f"{strategy} of {size}", f"MXFP4, groups of {mxfp4.BLOCK}")
     if strategy == "group" and size < 1:
         raise InvalidRequest(f"{weights.name('group_size')}: groups of {size} columns", field="quantization_config")
     block = block_size(weights, "block_structure")
@@ -126,7 +134,7 @@ def _quantization_args(groups: Fields, name: str) -> QuantizationArgs | None:
     if order not in (None, False, True, "weight", "static", "group", "dynamic"):
         raise not_supported(weights.name("actorder"), order, "null, weight, group")
     refuse_unread(weights, WEIGHTS_IRRELEVANT, {})
-    dtype = torch.int8 if kind == "int" else torch.float8_e4m3fn
+    dtype = torch.int8 if kind == "int" else torch.uint8 if bits == 4 else torch.float8_e4m3fn
     return QuantizationArgs(name, bits, dtype, strategy, size, block, order in (True, "group", "dynamic"))
 
 
@@ -166,7 +174,28 @@ def _add_order(stored: QuantizedTensors, module: str, each: QuantizationArgs, pa
         raise wrong(module, "weight_g_idx is missing, and actorder is group")
 
 
+def _mxfp4(stored: QuantizedTensors, module: str, arguments: list[QuantizationArgs]) -> None:
+    rows, size = stored.matrix(module, "weight_packed", mxfp4.BYTES)
+    if not any(each.dtype == torch.uint8 for each in arguments):
+        raise _unlike(module, arguments, f"weight_packed uint8 {[rows, size]}")
+    if size % (mxfp4.BLOCK // 2):
+        raise wrong(module, f"weight_packed has {size} bytes a row, expected a multiple of {mxfp4.BLOCK // 2}")
+    stored.expect(module, "weight_scale", mxfp4.BYTES, [(rows, 2 * size // mxfp4.BLOCK)])
+
+    def decode(parts: Mapping[str, Tensor], first: int, last: int) -> Tensor:
+        return mxfp4.floats(*(parts[each][first:last] for each in MXFP4_PARTS))
+
+    def integers(parts: Mapping[str, Tensor]) -> Integers:
+        return mxfp4.integers(*(parts[each] for each in MXFP4_PARTS))
+
+    stored.make(module, MXFP4_PARTS, (rows, 2 * size), decode, form=mxfp4.FORMAT, integers=integers)
+
+
 def _packed(stored: QuantizedTensors, module: str, arguments: list[QuantizationArgs]) -> None:
+    packed = stored.get(module, "weight_packed")
+    if packed is not None and packed.dtype == torch.uint8:
+        _mxfp4(stored, module, arguments)
+        return
     rows, words = stored.matrix(module, "weight_packed", INT)
     stored.expect(module, "weight_shape", (torch.int64, torch.int32), [(2,)])
     shape = tuple(stored.small(module, "weight_shape").tolist())

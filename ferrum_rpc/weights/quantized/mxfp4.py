@@ -18,19 +18,16 @@ from torch import Tensor
 
 from ferrum_rpc.models.config_keys import refuse_unread
 from ferrum_rpc.models.fields import Fields
+from ferrum_rpc.models.stored_integers import Code, IntegerFormat, Integers, powers_of_two
 from ferrum_rpc.weights.entries import CHUNK, Decode, Encoding, TensorPiece
 from ferrum_rpc.weights.quantized.stored import QuantizedTensors, wrong
 
 MATRICES: Final = ("gate_up_proj", "down_proj")
 BLOCK: Final = 32
 BYTES: Final = (torch.uint8,)
-BIAS: Final = 127
-MAGNITUDES: Final = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-PAIRS: Final = torch.cartesian_prod(*(torch.cat((MAGNITUDES, -MAGNITUDES)),) * 2).flip(1)
+FORMAT: Final = IntegerFormat(4, BLOCK, code=Code.MXFP4)
+PAIRS: Final = torch.cartesian_prod(*(torch.tensor(Code.MXFP4.value),) * 2).flip(1)
 """Of each byte the two numbers."""
-
-POWERS: Final = torch.ldexp(torch.ones(256), torch.arange(256) - BIAS)
-"""Of each exponent."""
 
 IRRELEVANT: Final = ("modules_to_not_convert", "dequantize")
 
@@ -43,7 +40,8 @@ def read(config: Fields, stored: QuantizedTensors) -> None:
             blocks, scales = f"{matrix}_blocks", f"{matrix}_scales"
             shape = stored.shape(module, blocks, BYTES)
             if len(shape) != 4 or 0 in shape or shape[3] != BLOCK // 2:
-                raise wrong(module, f"{blocks} has the shape {[*shape]}, expected experts, rows, blocks, {BLOCK // 2}")
+                expected = f"experts, rows, blocks, {BLOCK // 2}"
+                raise wrong(module, f"{blocks} has the shape {[*shape]}, expected {expected}")
             experts, rows, count, _ = shape
             stored.expect(module, scales, BYTES, [(experts, rows, count)])
             made = experts, count * BLOCK, rows
@@ -59,7 +57,11 @@ def _of_expert(stored: QuantizedTensors, module: str, roles: tuple[str, str], ex
         _, rows, *others = entry.shape
         piece = TensorPiece(name, expert, 0, rows)
         parts[role] = name, replace(entry, shape=(rows, *others), piece=piece)
-    return Encoding(parts, lambda found, first, last: _decoded(*(found[role][first:last] for role in roles)))
+
+    def decode(found: Mapping[str, Tensor], first: int, last: int) -> Tensor:
+        return floats(*(found[role][first:last] for role in roles))
+
+    return Encoding(parts, decode, form=FORMAT, integers=lambda found: integers(*(found[role] for role in roles)))
 
 
 def _transposed(blocks: str, scales: str) -> Decode:
@@ -70,16 +72,20 @@ def _transposed(blocks: str, scales: str) -> Decode:
         for expert in range(first, last):
             for begin in range(0, rows, step):
                 end = min(begin + step, rows)
-                made[expert - first, :, begin:end] = _decoded(
-                    parts[blocks][expert, begin:end], parts[scales][expert, begin:end]
-                ).T
+                part = expert, slice(begin, end)
+                made[expert - first, :, begin:end] = floats(parts[blocks][part], parts[scales][part]).T
         return made.view(last - first, -1)
 
     return decode
 
 
-def _decoded(blocks: Tensor, scales: Tensor) -> Tensor:
-    """float32 [rows, blocks * 32] of uint8 [rows, blocks, 16] and [rows, blocks]."""
-    values = PAIRS.index_select(0, blocks.reshape(-1).to(torch.int32))
-    scaled = values.view(*scales.shape, BLOCK) * POWERS[scales.to(torch.int32)][..., None]
-    return scaled.flatten(1)
+def floats(packed: Tensor, scales: Tensor) -> Tensor:
+    """float32 [n, k]: the weights of ``packed`` uint8 [n, k / 2] or [n, k / 32, 16], two numbers a byte and the first
+    in the low half, and of their exponents, ``scales`` uint8 [n, k / 32]."""
+    values = PAIRS.index_select(0, packed.reshape(-1).to(torch.int32)).view(*scales.shape, BLOCK)
+    return values.mul_(powers_of_two(scales)[..., None]).flatten(1)
+
+
+def integers(packed: Tensor, scales: Tensor) -> Integers:
+    """The same as they are stored."""
+    return Integers(4, torch.stack((packed & 15, packed >> 4), -1).flatten(1), scales, code=Code.MXFP4)

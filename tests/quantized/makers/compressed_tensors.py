@@ -15,6 +15,7 @@ from tests.support.checkpoints import make_model
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 PER_TOKEN = {"strategy": "token", "dynamic": True}
+MXFP4 = {"strategy": "group", "group_size": 32, "num_bits": 4, "type": "float", "scale_dtype": "torch.uint8"}
 KINDS = {
     "ct-w8a8": ({"strategy": "channel"} | INT8, INT8 | PER_TOKEN),
     "ct-w8a8-asymmetric": ({"strategy": "tensor"} | INT8 | {"symmetric": False}, INT8 | PER_TOKEN),
@@ -27,6 +28,7 @@ KINDS = {
         {"strategy": "block", "block_structure": [48, 24]} | FP8,
         FP8 | {"strategy": "group", "group_size": 32, "dynamic": True},
     ),
+    "ct-w4a16-mxfp4": (MXFP4 | {"zp_dtype": "torch.uint8"}, None),
 }
 
 
