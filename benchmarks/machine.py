@@ -101,12 +101,6 @@ def processor_s(pid: int) -> float:
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
-def memory_of(pid: int | str, field: str, file: str = "status") -> int:
-    """Bytes that the kernel tells of a process in a line of its ``status`` or ``smaps_rollup``."""
-    lines = Path(f"/proc/{pid}/{file}").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
-
-
 def _process_fields(file: Path) -> list[str]:
     """Of pid (name) state ppid ...: what is behind the name, which may hold anything; the first is no number."""
     return file.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()

@@ -17,7 +17,6 @@ import torch
 
 from benchmarks.cases import checkpoint
 from benchmarks.engines.process import apart
-from benchmarks.machine import memory_of
 from benchmarks.record import Benchmark, Record
 from benchmarks.table import target
 from ferrum_rpc.config import ModelSettings
@@ -44,14 +43,20 @@ def resident() -> int:
     """Bytes of this process's own pages, once what is free went back."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    return memory_of("self", "Anonymous", "smaps_rollup")
+    return _told("smaps_rollup", "Anonymous")
 
 
 def peak(*, anew: bool = False) -> int:
     """The most bytes that were resident since it was asked for ``anew``."""
     if anew:
         Path("/proc/self/clear_refs").write_text("5")
-    return memory_of("self", "VmHWM")
+    return _told("status", "VmHWM")
+
+
+def _told(file: str, field: str) -> int:
+    """Bytes that the kernel tells of this process in a line of a file."""
+    lines = Path("/proc/self", file).read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
 
 
 def measure(folder: Path, kind: str, tokens: int, sequences: int) -> list[dict[str, Any]]:

@@ -40,13 +40,6 @@ def forward(runner: TorchRunner, spans: Sequence[Span]) -> list[SpanResult]:
     return found
 
 
-def load_adapter(runner: TorchRunner, number: int, name: str) -> None:
-    """Load the adapter of this name as this number."""
-    runner.open_adapter(number, name)
-    while runner.read_adapter(number) is None:
-        pass
-
-
 class Inside:
     """A runner, the thread that it belongs to, and the sequences of a cell: numbered from ``first`` on, and with those
     adapters in turn."""
@@ -89,7 +82,9 @@ class Inside:
 
         def load() -> None:
             for number in range(1, count + 1):
-                load_adapter(self.runner, number, name)
+                self.runner.open_adapter(number, name)
+                while self.runner.read_adapter(number) is None:
+                    pass
 
         await self._run(load)
 
