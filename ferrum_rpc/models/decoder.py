@@ -40,7 +40,7 @@ from ferrum_rpc.models.layout import (
 from ferrum_rpc.models.linear import Linear, LinearFactory, PlainLinear
 from ferrum_rpc.models.lora import Loras
 from ferrum_rpc.models.lora_choice import select_loras
-from ferrum_rpc.models.native_linear import NativeLinear, PanelFactory, StoredFactory
+from ferrum_rpc.models.native_linear import NativeLinear, NibbleFactory, PanelFactory, StoredFactory
 from ferrum_rpc.models.parts.experts import Experts
 from ferrum_rpc.models.parts.latent import LatentAttention
 from ferrum_rpc.models.parts.layer import LayerSpec
@@ -139,6 +139,11 @@ class Decoder:
             for matrix in layer.others()
             if matrix.apart
         }
+        self._fine = {
+            f"{LAYERS}{index}.{matrix.role}": matrix.fine
+            for index, layer in enumerate(spec.layers)
+            for matrix in layer.matrices()
+        }
         self._lifts: dict[str, LatentLifts] = {}
         self._routers: dict[str, ExpertRouter] = {}
         self._embedding: Tensor | NativeLinear | None = None
@@ -236,7 +241,8 @@ class Decoder:
         weight, bias = (self._parameters.pop(each, None) for each in (key, of_bias))
         if key not in self._held:
             assert weight is not None  # noqa: S101 - it is complete
-            return factory(weight, bias)
+            fine = self._fine.get(_module(key), 0)
+            return factory(weight, bias, fine) if isinstance(factory, NibbleFactory) else factory(weight, bias)
         assert isinstance(factory, PanelFactory)  # noqa: S101 - the caller has asked for it
         first, made = 0, list[NativeLinear]()
         for part in self._held[key]:

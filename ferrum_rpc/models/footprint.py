@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Final
 
 import torch
@@ -21,7 +22,15 @@ from ferrum_rpc.models.fused_ops import FusedOps, NativeFusedOps, TorchFusedOps
 from ferrum_rpc.models.latent_rows import LatentLifts, of_own
 from ferrum_rpc.models.layout import EMBEDDED, HEAD, LAYERS, Held, HeldPart
 from ferrum_rpc.models.linear import LinearFactory
-from ferrum_rpc.models.native_linear import JOB_ROWS, SUM_BYTES, PanelFactory, QuantizedFactory, StoredFactory
+from ferrum_rpc.models.native_linear import (
+    JOB_ROWS,
+    SUM_BYTES,
+    NibbleFactory,
+    PanelFactory,
+    QuantizedFactory,
+    RowBytes,
+    StoredFactory,
+)
 from ferrum_rpc.models.parts.attention import Attention
 from ferrum_rpc.models.parts.clamped import Clamped
 from ferrum_rpc.models.parts.dense import Dense
@@ -69,7 +78,8 @@ def weight_bytes(build: DecoderBuild) -> int:
     for index, layer in enumerate(spec.layers):
         for each in (*layer.matrices(), *(other for other in layer.others() if not other.apart)):
             held = build.held.get(f"{LAYERS}{index}.{each.role}.weight")
-            total += _matrix_bytes(held, each.shape, linear, dtype, bias=each.bias)
+            fine = {"fine": each.fine} if isinstance(linear, NibbleFactory) else {}
+            total += _matrix_bytes(held, each.shape, linear, dtype, bias=each.bias, **fine)
         if isinstance(layer.mixer, LatentAttention):
             total += LatentLifts.nbytes(layer.mixer, of_own(linear), dtype)
         if isinstance(layer.mlp, Experts):
@@ -94,7 +104,7 @@ def _matrix_bytes(
     shape: tuple[int, int],
     factory: LinearFactory,
     dtype: torch.dtype,
-    **options: bool,
+    **options: int,
 ) -> int:
     total = 0
     for part in held or (HeldPart((), shape[0], None),):
@@ -115,19 +125,11 @@ def activation_bytes(build: DecoderBuild, tokens: int, rows: int, attending: int
     angles = 4 * (rotary_dim + rotary_dim // 2) * len(spec.ropes)
     kept, held, moments, buffers = 0, 2 * hidden * size, [0], 0  # held: hidden, delta
     if isinstance(build.linear, PanelFactory):
-        matrices = (matrix for layer in layers for matrix in (*layer.matrices(), *layer.others()))
-        width = _grown(*(matrix.columns.size for matrix in matrices))
         forms = {part.form for parts in build.held.values() for part in parts if part.form is not None}
-        of_rows = [StoredFactory.row_bytes(width, form) for form in forms]
-        if _holds_unstored(build):
-            of_rows.append(build.linear.row_bytes(width))
-        if isinstance(build.head, PanelFactory):  # of fewer rows, but perhaps of more bytes each
-            of_rows.append(build.head.row_bytes(hidden))
-        kept += max(of_rows)
+        ready = _ready_bytes(build, build.linear)
+        kept += ready
         experts = {layer.mlp for layer in layers if isinstance(layer.mlp, Experts)}
-        buffers = max(
-            (_expert_buffers(each, tokens, max(of_rows)) for each in experts if _calls_experts(build)), default=0
-        )
+        buffers = max((_expert_buffers(each, tokens, ready) for each in experts if _calls_experts(build)), default=0)
         of_thread = max(build.linear.thread_bytes, *(StoredFactory.thread_bytes(form) for form in forms), 0)
         buffers += torch.get_num_threads() * (of_thread + min(tokens, JOB_ROWS) * SUM_BYTES)
     passing = build.linear.passing(build.dtype)
@@ -174,15 +176,23 @@ def _runs_in_c(build: DecoderBuild) -> bool:
     return build.packed and isinstance(build.ops, NativeFusedOps) and all(each.in_c for each in build.spec.layers)
 
 
-def _holds_unstored(build: DecoderBuild) -> bool:
-    """Whether a layer has a matrix, or a part of one, that is held by `DecoderBuild.linear` and not as it is stored."""
-    unstored = (HeldPart((), 0, None),)
-    return any(
-        part.form is None
-        for index, layer in enumerate(build.spec.layers)
-        for each in (*layer.matrices(), *layer.others())
-        for part in build.held.get(f"{LAYERS}{index}.{each.role}.weight", unstored)
-    )
+def _ready_bytes(build: DecoderBuild, linear: PanelFactory) -> int:
+    """Of a row that products make ready, for all parts of a matrix at once."""
+    asked = list[RowBytes]()
+    for index, layer in enumerate(build.spec.layers):
+        for each in (*layer.matrices(), *layer.others()):
+            k = each.columns.size
+            if parts := build.held.get(f"{LAYERS}{index}.{each.role}.weight"):
+                forms = (part.form for part in parts)
+                of_parts = (linear.row_bytes(k) if form is None else StoredFactory.row_bytes(k, form) for form in forms)
+                asked.append(reduce(RowBytes.beside, of_parts))
+            elif isinstance(linear, NibbleFactory):
+                asked.append(linear.row_bytes(k, fine=each.fine > 0))
+            else:
+                asked.append(linear.row_bytes(k))
+    if isinstance(build.head, PanelFactory):  # of fewer rows, but perhaps of more bytes each
+        asked.append(build.head.row_bytes(build.spec.hidden_size))
+    return sum(_grown(*each) for each in zip(*asked, strict=True))
 
 
 def _beside(mixer: Attention | LatentAttention | Recurrent) -> int:

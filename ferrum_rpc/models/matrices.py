@@ -45,7 +45,8 @@ class Matrix:
     """A product of a layer: x [.., columns] -> y [.., rows]. ``role``: what it is called within the layer. ``names``:
     the checkpoint's modules, one for each of ``rows``, or the first holds so many as are left over by the others; with
     ``interleaved`` so many each, which must have equally many units, one unit of each in turn. ``adaptable``: adapters
-    may change it. ``apart``: the layer holds it in a form of its own, not as the model's other matrices."""
+    may change it. ``apart``: the layer holds it in a form of its own, not as the model's other matrices. ``fine``: so
+    many of its last outputs move answers most, for their weights, where these are quantized."""
 
     role: str
     rows: tuple[Channels, ...]
@@ -56,6 +57,7 @@ class Matrix:
     adaptable: bool = True
     apart: bool = False
     interleaved: tuple[int, ...] = ()
+    fine: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -215,6 +215,18 @@ class NativeHeads:
             raise MemoryError("no memory for the buffers of heads' products")
 
 
+class RowBytes(NamedTuple):
+    """What the kernel keeps of a row besides it: its ``numbers`` as they are made ready, and its ``scales`` and
+    sums."""
+
+    numbers: int
+    scales: int
+
+    def beside(self, other: RowBytes) -> RowBytes:
+        """Of two products of one list."""
+        return RowBytes(self.numbers + other.numbers, self.scales + other.scales)
+
+
 class PanelFactory:
     """A `LinearFactory` of our kernel. ``space``: None: one of its own. ``isa``: which of `ISAS` multiplies.
     ``row_bytes``: what the kernel keeps of a row of k elements in addition to it; ``thread_bytes``: of a thread. Raises
@@ -227,7 +239,7 @@ class PanelFactory:
         self.space = Workspace() if space is None else space
         self.isa = ISAS[self.space.library.ferrum_linear_supported(self.kind)]
 
-    def row_bytes(self, k: int) -> int:
+    def row_bytes(self, k: int) -> RowBytes:
         return _row_bytes(self.kind, k, self.group)
 
     @property
@@ -297,8 +309,8 @@ class QuantizedFactory(PanelFactory, ABC):
         for first, slab in _slabs(weight):
             grouped = self._grouped(slab)
             quantized, *found, changed = self._quantize(grouped, factor)
-            self._squares[0] += changed
-            self._squares[1] += grouped.square().sum(dtype=torch.float64)
+            squares = torch.stack((changed, grouped.square().sum(dtype=torch.float64)))
+            self._squares += squares / MIXED_TWICE if self.mixed else squares
             last = first + len(slab) // COLUMNS
             panels[first:last] = _packed(quantized.view(-1, COLUMNS, k), self.bits)
             for made, each in zip(of_groups, found, strict=True):
@@ -372,6 +384,30 @@ class NibbleFactory(QuantizedFactory):
     name, bits, kind, group = "int4", 4, library.NIBBLES, GROUP_OF_4_BITS
     _of_groups = (torch.float16, torch.uint8)
 
+    def __init__(self, space: Workspace | None = None) -> None:
+        super().__init__(space)
+        self._bytes = ByteFactory(self.space)
+        self._bytes._squares = self._squares
+
+    def __call__(self, weight: Tensor, bias: Tensor | None, fine: int = 0) -> NativeLinear:
+        """``fine``: the last so many rows have 8 bits, where blocks of these divide k."""
+        n, k = weight.shape
+        if not fine or k % self._bytes.group:
+            return super().__call__(weight, bias)
+        first, last = (None, None) if bias is None else (bias[: n - fine], bias[n - fine :])
+        return NativeLinear.joined((super().__call__(weight[: n - fine], first), self._bytes(weight[n - fine :], last)))
+
+    def nbytes(
+        self, n: int, k: int, dtype: torch.dtype, *, bias: bool = False, shared: bool = False, fine: int = 0
+    ) -> int:
+        if not fine or k % self._bytes.group:
+            return super().nbytes(n, k, dtype, bias=bias)
+        return super().nbytes(n - fine, k, dtype, bias=bias) + self._bytes.nbytes(fine, k, dtype, bias=bias)
+
+    def row_bytes(self, k: int, *, fine: bool = False) -> RowBytes:
+        own = super().row_bytes(k)
+        return own.beside(self._bytes.row_bytes(k)) if fine and not k % self._bytes.group else own
+
     @staticmethod
     def _factor(weight: Tensor) -> float:
         return _power_of_two(weight, 12)
@@ -423,7 +459,7 @@ class StoredFactory:
         return columns * (k * form.bits // 8 + of_groups + of_supers) + form.ordered * 4 * k + bias * 4 * n
 
     @staticmethod
-    def row_bytes(k: int, form: IntegerFormat) -> int:
+    def row_bytes(k: int, form: IntegerFormat) -> RowBytes:
         """See `PanelFactory`."""
         return _row_bytes(_kind_of(form), k, form.group)
 
@@ -440,10 +476,9 @@ def _kind_of(form: IntegerFormat) -> int:
     return library.FACTORED if form.factored else library.NIBBLES if form.bits == 4 else library.BYTES
 
 
-def _row_bytes(kind: int, k: int, group: int) -> int:
-    scales = k // group * 8 if group else 0  # and sums
+def _row_bytes(kind: int, k: int, group: int) -> RowBytes:
     prepared: int = library.load().ferrum_linear_prepared(kind)
-    return k * prepared + scales
+    return RowBytes(k * prepared, k // group * 8 if group else 0)
 
 
 def _thread_bytes(kind: int) -> int:

@@ -360,6 +360,24 @@ def test_the_largest_numbers_of_bfloat16_are_mixed_without_becoming_infinite(isa
     torch.testing.assert_close(answer.double(), x.double() @ weight.double().T, rtol=0.02, atol=0)
 
 
+def test_the_last_rows_of_4_bits_may_have_8_where_blocks_of_these_divide_a_row():
+    space = made_or_skip(Workspace)
+    factory, x = NibbleFactory(space), draw(9, 192)
+    for k, fine in ((192, 40), (96, 0)):  # blocks of 64 do not divide 96
+        weight, bias, rows = draw(100, k), draw(100, seed=1), x[:, :k]
+        made = factory(weight, bias, 40)
+        parts = NibbleFactory(space)(weight[: 100 - fine], bias[: 100 - fine])(rows)
+        if fine:
+            parts = torch.cat((parts, ByteFactory(space)(weight[-fine:], bias[-fine:])(rows)), -1)
+        assert torch.equal(made(rows), parts)
+        assert error(made(rows)[:, 60:], rows, weight[60:], bias[60:]) < (0.012 if fine else 0.1)
+    plain = NibbleFactory(space)
+    plain(draw(100, 192), None)
+    factory = NibbleFactory(space)
+    factory(draw(100, 192), None, 40)
+    assert 0.6 * plain.error < factory.error < 0.9 * plain.error  # of all rows
+
+
 def test_a_product_of_several_kinds_is_theirs_side_by_side():
     space = made_or_skip(Workspace)
     bias, held = draw(40 + 40 + 24), StoredFactory(space)

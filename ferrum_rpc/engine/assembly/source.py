@@ -37,7 +37,7 @@ QUANTIZE_NONE: Final = "none"
 AS_STORED: Final = "stored"
 """How weights are quantized in memory, besides what was requested."""
 
-REVISION: Final = "scales in float16, one table, mixed bytes, groups of 16"
+REVISION: Final = "scales in float16, one table, mixed bytes, groups of 16, values in bytes"
 """Of what quantized weights are multiplied as: a part of a fingerprint, for keys and values depend on it."""
 
 SAMPLES: Final = 16

@@ -41,7 +41,7 @@ class Attention:
         value, hidden = Channels(self.kv_heads, self.head_dim), Channels(self.hidden)
         attended = Channels(self.heads, self.head_dim)
         return (
-            Matrix("qkv", (query, key, value), hidden, self.names, self.bias, Cut.ROWS),
+            Matrix("qkv", (query, key, value), hidden, self.names, self.bias, Cut.ROWS, fine=value.size),
             Matrix("output", (hidden,), attended, ("self_attn.o_proj",), self.output_bias, Cut.COLUMNS),
         )
 
