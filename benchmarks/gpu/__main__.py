@@ -11,7 +11,7 @@ import sys
 from typing import Final
 
 PROGRAMS: Final = {
-    **{"machine": "check", "serving": "serving"},
+    **{"machine": "check", "serving": "serving", "attend": "attention"},
     **dict.fromkeys(("kernels", "states"), "kernel_times"),
 }
 """By name, the module whose function of that name it is; such a function gives an exit status, or None."""

@@ -22,12 +22,14 @@ from benchmarks.compare import Played, result_of, rounds_of
 from benchmarks.engines.grpc import Client
 from benchmarks.engines.inprocess import INSIDE, Inside
 from benchmarks.engines.process import REFERENCE, PeerKind, PeerProcess
+from benchmarks.gpu.attention import LOADS, attention, attention_rows
 from benchmarks.gpu.first_light import tell
 from benchmarks.machine import versions
 from benchmarks.record import Benchmark, Contest, Opening, Option, Record, median_of
 from benchmarks.table import number, reached, target
 from ferrum_rpc.logs import configure_logging
 
+PARTS: Final = ("cells", "attention")
 STATIC: Final = "transformers static, compiled"
 EAGER: Final = "transformers eager"
 SHAPE: Final = "qwen3-8b"
@@ -109,12 +111,14 @@ def targets(values: Mapping[str, Any]) -> list[dict[str, Any]]:
         its = cells_.get(cell)
         share = its["sides"][INSIDE]["tokens_per_s"] / its["roof"]["tokens_per_s"] if its else None
         found.append(target(f"{prefix}{what}, of the limit", share, bound))
+    loads = {each["name"]: each["share_of_bandwidth"] for each in values.get("attention", ())}
+    found.append(target(f"{prefix}attention, decode b64 @4k, of the limit", loads.get("decode, 64 x 4k"), 0.80))
     ratio_ = median_of(cells_.values(), "decode b64 @2048", INSIDE)
     return [*found, target(f"{prefix}gRPC against in process, b64, greedy", ratio_, 0.97)]
 
 
 async def run(options: argparse.Namespace) -> Record:
-    """The cells; ``failed`` are the targets that were missed."""
+    """The parts; ``failed`` are the targets that were missed."""
     device = "cpu" if options.quick else "cuda"
     options.cells = QUICK_CELLS if options.quick else GPU_CELLS
     options.command = options.command.replace("benchmarks gpu", "benchmarks.gpu")
@@ -124,7 +128,12 @@ async def run(options: argparse.Namespace) -> Record:
     gpu = device if options.quick else f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
     values["settings"]["gpu"] = gpu
     failed: list[str] = []
-    await cells(here, device)
+    if "cells" in options.only:
+        await cells(here, device)
+    if "attention" in options.only and not options.quick:
+        here.machine.read()
+        record.save(attention=await attention(torch.device(device), LOADS, here.machine.limits()))
+        record.put("attention", attention_rows(values["attention"]))
     if here.model == SHAPE:
         values["targets"] = targets(values)
         failed = [
@@ -141,6 +150,7 @@ BENCHMARK: Final = Benchmark(
     "gpu",
     run,
     (
+        Option("--only", list(PARTS), "parts", choices=PARTS),
         Option("--model", SHAPE, "a shape of benchmarks/shapes.json", "tiny", choices=[*SHAPES]),
         Option("--figures", False, "also print the results as a line for first light"),
     ),

@@ -1,9 +1,10 @@
-"""The check for a GPU runs without one, as far as it can: its cells on a CPU."""
+"""The check for a GPU runs without one, as far as it can: its cells on a CPU, its kernels through the interpreter."""
 
 import asyncio
 import os
 import weakref
 from functools import partial
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -13,11 +14,13 @@ from benchmarks import limits, report
 from benchmarks.cases import QUICK_CELLS
 from benchmarks.engines.inprocess import INSIDE
 from benchmarks.engines.process import REFERENCE
-from benchmarks.gpu import check
+from benchmarks.gpu import attention, check
 from benchmarks.gpu.check import BOTH_BYTES
 from benchmarks.limits import Machine
 from benchmarks.record import Contest
 from benchmarks.table import reached
+from ferrum_rpc.core import AttentionSpec
+from tests.support.interpreter import interpret
 from tools.commands import ROOT, run
 
 
@@ -44,6 +47,20 @@ def test_without_a_device_the_check_fails():
         pytest.skip("there is one")
     with pytest.raises(SystemExit, match="no CUDA device"):
         check.main([])
+
+
+async def test_the_kernels_are_timed_beside_those_of_torch():
+    pytest.importorskip("triton")
+    interpret()
+    loads, limits = (
+        (attention.Load("decode", 2, 19, 1), attention.Load("prefill", 1, 0, 24)),
+        {"read_gb_s": 10.0, "bf16_tflops": 1.0},
+    )
+    found = await attention.attention(torch.device("cpu"), loads, limits, 1, AttentionSpec(4, 1, 128, 0.1))
+    for load in found:
+        assert {"sdpa", "varlen_attn"} == set(load["ratios"]) | set(load["absent"]) and "sdpa" in load["ratios"]
+        assert 0 < load["share_of_bandwidth"] < 1 and 0 < load["share_of_matrix_units"] < 1
+    assert [row["attention alone"] for row in attention.attention_rows(found)] == ["decode", "prefill"]
 
 
 @pytest.fixture
@@ -100,6 +117,22 @@ def test_the_buffers_of_a_reading_are_gone_after_it(monkeypatch):
     assert gone == [True, True] and len(machine.readings) == 2
 
 
+def test_calls_that_are_timed_have_caches_of_their_own(monkeypatch):
+    monkeypatch.setattr(attention, "_copies", lambda *_: 3)
+    pytest.importorskip("triton")
+    calls, _ = attention.calls_of(torch.device("cpu"), attention.Load("decode", 2, 19, 1), attention.LLAMA)
+    assert [len(each) for each in calls.values()] == [3] * len(calls)
+    [backend] = {each.func.__self__ for each in calls["ours"]}
+    layers = [each.args[0] for each in calls["ours"]]
+    assert len({backend._keys[layer].data_ptr() for layer in layers}) == 3
+
+
+def test_calls_read_more_than_the_l2_cache_holds(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(L2_cache_size=50 << 20))
+    device = torch.device("cuda")
+    assert attention._copies(device, 8 * 1024 * 4096) == 7 and attention._copies(device, 1 << 30) == 1
+
+
 def cell(name, inside, grpc, limit):
     """A result of a check, with figures that nobody measured."""
     sides = {REFERENCE: {"tokens_per_s": grpc}, INSIDE: {"tokens_per_s": inside}}
@@ -113,7 +146,9 @@ def test_targets_of_a_gpu_are_shares_of_its_limits():
         cell("decode b1 @1024", 220.0, 210.0, 250.0),
         cell("decode b64 @2048", 11360.0, 11132.8, 16000.0),
     ]
-    found = check.targets({"cells": cells})
-    assert [each["value"] for each in found] == [0.88, 0.71, 0.625, pytest.approx(0.98)]
-    assert [reached(each) for each in found] == [True, False, True, True]
-    assert [each["value"] for each in check.targets({"cells": cells[:1]})] == [None, None, 0.625, None]
+    found = check.targets(
+        {"cells": cells, "attention": [{"name": attention.LOADS[0].name, "share_of_bandwidth": 0.83}]}
+    )
+    assert [each["value"] for each in found] == [0.88, 0.71, 0.625, 0.83, pytest.approx(0.98)]
+    assert [reached(each) for each in found] == [True, False, True, True, True]
+    assert [each["value"] for each in check.targets({"cells": cells[:1]})] == [None, None, 0.625, None, None]
