@@ -20,7 +20,6 @@ from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine import checkpoint_files
 from ferrum_rpc.engine.api import Submission
 from ferrum_rpc.errors import Cancelled, DeadlineExceeded, StepFailed
-from ferrum_rpc.failpoints import Failpoints, parse_failpoints
 from tests.support.checkpoints import make_checkpoint, make_model
 from tests.support.clients import BOTH_WAYS
 from tests.support.serving import Served, serve_model
@@ -86,21 +85,6 @@ async def test_a_sequence_is_cut_and_fed_as_any_other(served: Served, session: b
         assert (await client.status()).pressure.free_slots == SLOTS
 
 
-async def test_a_truncation_is_free_down_to_what_the_prefix_cache_had(served: Served) -> None:
-    async with ExecutorClient(served.target) as client:
-        first = client.sequence()
-        await first.prefill(PROMPT[:40], LAST)
-        sequence, prompt = client.sequence(), [*PROMPT[:40], *range(10)]
-        cached = (await sequence.prefill(prompt, LAST)).cached_tokens
-        assert 0 < cached <= 40
-        for length, fed_again in ((cached + 3, 0), (cached, 0), (cached - 1, cached - 1)):
-            answer = await sequence.decode(7, LAST, truncate_to=length)
-            assert near(answer.logits, [*prompt[:length], 7]) and answer.recomputed_tokens == fed_again
-            await sequence.release()
-            sequence = client.sequence()
-            assert (await sequence.prefill(prompt, LAST)).cached_tokens == cached
-
-
 async def test_steps_of_others_run_between_the_pieces_of_a_checkpoint_that_comes_back(
     config: ModelSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,26 +120,6 @@ async def test_steps_of_others_run_between_the_pieces_of_a_checkpoint_that_comes
         assert done[-2:] == ["piece", "step"] and "step" in done[2:-1]
 
 
-@pytest.mark.parametrize("in_a_step", [False, True])
-async def test_a_deep_fork_goes_on_in_the_slot_of_the_checkpoint_behind_it(
-    config: ModelSettings, in_a_step: bool
-) -> None:
-    """No other slot is free. The parent's states are as they were."""
-    async with (
-        serve_model(replace(config, state_slots=2)) as served,
-        ExecutorClient(served.target) as client,
-    ):
-        sequence, border, at = client.sequence(), len(PROMPT) - 4, len(PROMPT) - 1
-        pressure = (await sequence.prefill(PROMPT)).pressure
-        assert pressure.free_slots == served.runner.states.pool.checkpoints == 1
-        [child] = [sequence.child(at)] if in_a_step else await sequence.fork(1, at=at)
-        answer = await child.decode(9, LAST)
-        assert near(answer.logits, [*PROMPT[:at], 9])
-        assert answer.recomputed_tokens == (0 if in_a_step else at - border), "what a parent is fed is not its fork's"
-        answer = await sequence.decode(8, LAST)
-        assert near(answer.logits, [*PROMPT, 8]) and answer.recomputed_tokens == 0
-
-
 async def test_a_warm_up_drops_no_checkpoint(served: Served) -> None:
     """One of many tokens neither, which would keep checkpoints itself, nor one that meets only slots that have one."""
     pool = served.runner.states.pool
@@ -186,21 +150,6 @@ async def test_slots_of_callers_and_checkpoints_that_were_dropped_are_told(serve
         for each in held[3:]:
             await each.prefill([1])
         assert (await client.status()).counters.checkpoints_dropped == 1
-
-
-async def test_tokens_of_several_sequences_of_a_frame_are_fed_again_in_one_pass(config: ModelSettings) -> None:
-    passes = list[str]()
-    async with serve_model(config, stage=passes.append) as served, ExecutorClient(served.target) as client:
-        held = [client.sequence() for _ in range(4)]
-        for first, each in enumerate(held):
-            await each.prefill([first, *PROMPT[:7]])
-            for token in (1, 2, 3):
-                await each.decode(token)
-        passes.clear()
-        answers = (await client.forward([each.item([7], LAST, truncate_to=8) for each in held])).all_answers()
-        assert passes.count("forward") == 2, "32 tokens that are fed again, and the frame's own"
-        for first, answer in enumerate(answers):
-            assert near(answer.logits, [first, *PROMPT[:7], 7]) and answer.recomputed_tokens == 8
 
 
 @pytest.mark.parametrize("ends", ["cancel", "deadline", "fails"])
@@ -236,13 +185,3 @@ async def test_a_call_that_ends_while_its_tokens_are_fed_again_changes_nothing(
         assert sequence.length == 150
         answer = await sequence.decode(8, LAST)
         assert near(answer.logits, [*PROMPT[:150], 8]) and answer.recomputed_tokens >= 150
-
-
-async def test_a_lost_answer_is_replayed_and_the_states_advance_once(config: ModelSettings) -> None:
-    points = Failpoints(parse_failpoints("before_reply=error@2"))
-    async with serve_model(config, failpoints=points) as served, ExecutorClient(served.target) as client:
-        sequence, history = client.sequence(), [*PROMPT, 3, 4]
-        await sequence.prefill(PROMPT)
-        answer = await sequence.verify([3, 4], ALL)  # which is sent again
-        assert answer.replayed and near(answer.logits, history)
-        assert near((await sequence.decode(5, LAST)).logits, [*history, 5])

@@ -65,19 +65,6 @@ async def test_a_sequence_is_cut_and_fed_as_any_other(served: Served, session: b
             assert near(answer.logits, history) and answer.recomputed_tokens == again
 
 
-async def test_what_is_behind_a_window_is_found_until_its_place_is_needed(served: Served) -> None:
-    async with ExecutorClient(served.target) as client:
-        sequence = client.sequence()
-        await sequence.prefill(PROMPT, LAST)
-        await sequence.decode(7, LAST)
-        other = client.sequence()
-        answer = await other.prefill([*PROMPT[:100], 7], LAST)
-        assert answer.cached_tokens == 100 and near(answer.logits, [*PROMPT[:100], 7])
-        await sequence.truncate(40)
-        answer = await sequence.decode(8, LAST)
-        assert answer.recomputed_tokens == 0 and near(answer.logits, [*PROMPT[:40], 8])
-
-
 async def test_a_caller_is_charged_for_a_window_and_a_step(config: ModelSettings) -> None:
     """And for what was promised, which counts from the least length since."""
     most = (10 - 1 + FREE + 16 + BLOCK - 2) // BLOCK + 1
@@ -120,19 +107,6 @@ async def test_what_the_second_tier_has_is_not_fed_again(config: ModelSettings, 
         answer = await sequence.decode(9, LAST)
         assert answer.recomputed_tokens == 0 and near(answer.logits, [*PROMPT[:20], 9])
         await served.check()
-
-
-async def test_forks_behind_a_window_are_fed_alone(served: Served) -> None:
-    async with ExecutorClient(served.target) as client:
-        sequence = client.sequence(cache_mode=CacheMode.BYPASS)
-        await sequence.prefill(PROMPT, LAST)
-        [child] = await sequence.fork(at=50)
-        answer = await child.decode(9, LAST)
-        assert answer.recomputed_tokens == 50 and near(answer.logits, [*PROMPT[:50], 9])
-        answer = await sequence.child(at=50).decode(9, LAST)
-        assert answer.recomputed_tokens == 50 and near(answer.logits, [*PROMPT[:50], 9])
-        answer = await sequence.decode(9, LAST)
-        assert answer.recomputed_tokens == 0 and near(answer.logits, [*PROMPT, 9])
 
 
 async def test_a_sequence_moves_and_is_parked_with_its_window(
