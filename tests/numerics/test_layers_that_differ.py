@@ -1,24 +1,30 @@
-"""Layers of a model may differ: each computes what it computes in a model of its own, or in transformers."""
+"""Layers of a model may differ: each computes what it computes in a model of its own, or in transformers.
+
+Those of DeciLM are among them, whose configuration lists the KV heads of each layer."""
 
 from __future__ import annotations
 
 import copy
 from dataclasses import fields, replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
 from ferrum_rpc.core import RecurrentShape
+from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.models.families import FAMILIES
 from ferrum_rpc.models.footprint import DecoderBuild, weight_bytes
 from ferrum_rpc.models.linear import PlainLinear
 from ferrum_rpc.models.parts.layer import LayerSpec, Norm
 from ferrum_rpc.models.shard import WHOLE, Shard
-from tests.numerics.ranks import BOTH, TWO, on_ranks
+from ferrum_rpc.models.spec import ModelSpec
+from tests.numerics.ranks import BOTH, FOUR, TWO, on_ranks
 from tests.support.adapters import make_adapter, merge
 from tests.support.checkpoints import make_model
-from tests.support.harness import SPLITS, TOKENS, Executor, Oracle, convert, native, native_or_skip
+from tests.support.harness import SPLITS, TOKENS, Executor, Oracle, convert, native, native_or_skip, worst
+from tests.support.listed_kv_heads import FIELD, LISTED, make_deci
 
 ODD = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 320}
 """Of every second layer, which has a window, no rotation, another activation and `SCALE` besides."""
@@ -61,28 +67,51 @@ def differing(dtype: torch.dtype, **overrides: Any) -> Any:
     return convert(convert(model.eval(), dtype), torch.float64)
 
 
-def test_float32_is_the_oracle_to_2e_5():
-    reference = differing(torch.float32)
+def deci(dtype: torch.dtype, **overrides: Any) -> Any:
+    """The same, whose layers differ in their KV heads."""
+    return convert(convert(make_deci(**overrides), dtype), torch.float64)
+
+
+EACH = pytest.mark.parametrize("make", [differing, deci])
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+"""A scaling of longer sequences than the model's context."""
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "layers"),
+    [
+        (differing, {}, [(4, 2, None, 0), (2, 1, 9, None)] * 2),
+        *((deci, changes, [(4, heads, None, 0) for heads in LISTED]) for changes in ({}, {"rope_parameters": DYNAMIC})),
+    ],
+    ids=["heads and all", "KV heads", "KV heads, dynamic"],
+)
+def test_float32_is_the_oracle_to_1e_5(make, changes, layers):
+    reference = make(torch.float32, **changes)
     oracle, decoder = Oracle(reference), native(reference)
-    assert {(layer.mixer.heads, layer.mixer.window, layer.rope) for layer in decoder.spec.layers} == {
-        (4, None, 0),
-        (2, 9, None),
-    }
+    found = [(each.mixer.heads, each.mixer.kv_heads, each.mixer.window, each.rope) for each in decoder.spec.layers]
+    assert found == layers
     for split in SPLITS:
-        oracle.check(Executor(decoder).run(TOKENS, split))
+        assert worst(Executor(decoder).run(TOKENS, split), oracle.logits) <= 1e-5
 
 
-@pytest.mark.parametrize("whole", [TWO, Shard(0, 1, 0, 2), BOTH], ids=["2", "2 stages", "2 x 2"])
-def test_any_cut_is_the_oracle_to_2e_5_with_an_adapter(whole, tmp_path):
-    reference = differing(torch.float32, vocab_size=500)
+@pytest.mark.parametrize(
+    ("make", "whole"),
+    [*product((differing, deci), (TWO, Shard(0, 1, 0, 2), BOTH)), (deci, FOUR)],
+    ids=lambda each: each.__name__ if callable(each) else f"{each.ranks} x {each.stages}",
+)
+def test_any_cut_is_the_oracle_to_2e_5_with_an_adapter(make, whole, tmp_path):
+    """A rank has some of the KV heads of one layer, and shares that of another with its neighbours."""
+    reference = make(torch.float32, vocab_size=500)
     folder = make_adapter(tmp_path / "one", reference, r=3)
     ours = on_ranks(reference, whole, adapters=tmp_path)
     Oracle(merge(reference, folder)).check(ours)
 
 
+@EACH
 @pytest.mark.parametrize("linear", ["native", "plain"])
-def test_bfloat16_errs_at_most_twice_as_much_as_transformers_and_layers_in_c_have_the_same_bits(linear):
-    reference = differing(torch.bfloat16)
+def test_bfloat16_errs_at_most_twice_as_much_as_transformers_and_layers_in_c_have_the_same_bits(make, linear):
+    reference = make(torch.bfloat16)
     oracle, decoder = Oracle(reference, torch.bfloat16), native_or_skip(reference, torch.bfloat16, linear)
     for split in SPLITS:
         ours = Executor(decoder).run(TOKENS, split)
@@ -90,11 +119,17 @@ def test_bfloat16_errs_at_most_twice_as_much_as_transformers_and_layers_in_c_hav
         assert torch.equal(Executor(decoder, native=False).run(TOKENS, split), ours)
 
 
-def test_the_plan_counts_each_layer():
-    reference = differing(torch.float32)
+@EACH
+def test_the_plan_counts_each_layer(make):
+    reference = make(torch.float32)
     spec = native(reference).spec
     build = DecoderBuild(spec, spec, WHOLE, torch.float32, PlainLinear, PlainLinear, None)
     assert weight_bytes(build) == 4 * sum(each.numel() for each in reference.parameters())
+
+
+def test_the_cache_holds_what_each_layer_keeps():
+    store = Executor(native(deci(torch.float32)), blocks=8, block_size=4).store
+    assert store.block_bytes == 4 * sum(2 * heads * 16 * 4 for heads in LISTED) < 4 * len(LISTED) * 2 * 4 * 16 * 4
 
 
 SAME = {
@@ -153,3 +188,41 @@ def test_recurrent_layers_that_differ_are_refused(monkeypatch, field, index):
     monkeypatch.setitem(FAMILIES, name, replace(FAMILIES[name], vary=vary))
     with pytest.raises(ValueError, match=f"mixer.{field} must be the same in all layers"):
         native(reference)
+
+
+# --- lists of KV heads ------------------------------------------------------------------------------------------------
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    found = make_deci().config.to_dict() | {"architectures": ["DeciLMForCausalLM"]} | changes
+    return {name: value for name, value in found.items() if value != "gone"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "field", "said"),
+    [
+        ({FIELD: "gone"}, InvalidRequest, FIELD, "is missing; it must have one for each of 4 layers"),
+        ({FIELD: [4, 2, 1]}, InvalidRequest, FIELD, "has 3 entries"),
+        ({FIELD: [4, 2, 1, 3]}, InvalidRequest, FIELD, "must be a multiple of 3, which layer 3 has"),
+        ({FIELD: [4, 0, 1, 2]}, InvalidRequest, FIELD, "multiple of 0, which layer 1 has"),
+        ({FIELD: [4, 2, 1, -4]}, InvalidRequest, FIELD, "multiple of -4"),
+        ({FIELD: [4, 2, 1, "4"]}, InvalidRequest, FIELD, "whole numbers"),
+        ({FIELD: 4}, InvalidRequest, FIELD, "whole numbers"),
+        ({"block_configs": [{}] * 4}, NotSupported, "block_configs", "is not known here"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, InvalidRequest, "rope_parameters.factor", "is missing"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, NotSupported, "rope_parameters.rope_type", "dynamic"),
+    ],
+)
+def test_a_list_that_cannot_be_served_is_refused_by_name(changes, error, field, said):
+    with pytest.raises(error, match=said) as refused:
+        ModelSpec.from_config(config(**changes))
+    assert refused.value.field == field
+
+
+def test_a_number_of_ranks_must_suit_every_layer():
+    changes = {"num_attention_heads": 12, "hidden_size": 192, "vocab_size": 384, FIELD: [12, 3, 6, 3]}
+    spec = ModelSpec.from_config(config(**changes))
+    with pytest.raises(NotSupported, match=r"num_key_value_heads 3 must be a multiple of it.*it can be 1, 3, 6$"):
+        Shard(0, 2).of(spec)
+    assert [each.kv_heads for each in Shard(0, 3).of(spec).attention_specs] == [4, 1, 2, 1]
+    assert [each.kv_heads for each in Shard(0, 6).of(spec).attention_specs] == [2, 1, 1, 1]

@@ -95,7 +95,7 @@ EXPERTS: dict[str, str] = {"qwen3_moe": "Qwen3Moe", "gpt_oss": "GptOss"}
 
 CLASSES = FAMILIES | RECURRENT | LATENT | EXPERTS
 
-WITHOUT_TRANSFORMERS: dict[str, str] = {"DeciLMForCausalLM": "tests/numerics/test_listed_kv_heads.py"}
+WITHOUT_TRANSFORMERS: dict[str, str] = {"DeciLMForCausalLM": "tests/numerics/test_layers_that_differ.py"}
 """Families that transformers lacks: the class, and the test (below the root) of its definition written in torch."""
 
 TINY: dict[str, Any] = {
