@@ -391,43 +391,34 @@ def test_of_a_draft_the_cache_keeps_what_was_accepted():
     twins.finish()
 
 
-@pytest.fixture(scope="module")
-def checkpoint(checkpoint_of):
-    return checkpoint_of("llama", num_hidden_layers=LAYERS, intermediate_size=128)
+DECODER: dict[str, Any] = {"num_hidden_layers": LAYERS, "intermediate_size": 128}
+STATES = DECODER | {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 2 + ["linear_attention"] * 2}
+"""The first layers attend: `PARTS` counts them."""
+
+LATENTS: dict[str, Any] = {"num_hidden_layers": LAYERS}
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "kv_dtype"),
+    ("name", "family", "sizes", "options"),
     [
-        *zip(LARGEST, ("float32", "bfloat16"), ("auto", "auto"), strict=True),
-        *((each, "bfloat16", "int8") for each in LARGEST),
+        (LARGEST[0], "llama", DECODER, {}),
+        (LARGEST[1], "llama", DECODER, {"dtype": "bfloat16"}),
+        *((each, "llama", DECODER, {"dtype": "bfloat16", "kv_dtype": "int8"}) for each in LARGEST),
+        *((each, "qwen3_5", STATES, {"state_slots": 9}) for each in SCENARIOS),
+        *((each, "deepseek_v3", LATENTS, {}) for each in LARGEST),
     ],
+    ids=str,
 )
-def test_a_decoder_with_weights_is_as_before_too(checkpoint, name, dtype, kv_dtype):
-    config = ModelSettings(str(checkpoint), device="cpu", dtype=dtype, kv_dtype=kv_dtype, block_size=SIZE, kv_blocks=24)
-    run_scenario(SCENARIOS[name], config)
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_states_are_as_before_too(name, checkpoint_of):
-    """Attention is in the first two layers of four."""
-    kinds = ["full_attention", "full_attention", "linear_attention", "linear_attention"]
-    sizes = {"num_hidden_layers": 4, "layer_types": kinds, "intermediate_size": 128}
-    folder = checkpoint_of("qwen3_5", **sizes)
-    cache = {"block_size": SIZE, "kv_blocks": 24, "state_slots": 9}
-    run_scenario(SCENARIOS[name], ModelSettings(str(folder), device="cpu", dtype="float32", **cache))
-
-
-@pytest.mark.parametrize("name", LARGEST)
-def test_latents_are_as_before_too(name, checkpoint_of):
-    folder = checkpoint_of("deepseek_v3", num_hidden_layers=LAYERS)
-    config = ModelSettings(str(folder), device="cpu", dtype="float32", block_size=SIZE, kv_blocks=24)
+def test_a_model_with_weights_is_as_before_too(name, family, sizes, options, checkpoint_of):
+    cache = {"dtype": "float32", "block_size": SIZE, "kv_blocks": 24}
+    config = ModelSettings(str(checkpoint_of(family, **sizes)), device="cpu", **cache | options)
     run_scenario(SCENARIOS[name], config)
 
 
 @pytest.mark.parametrize("name", LARGEST)
-def test_layers_in_c_that_stop_half_way_leave_everything_as_before(checkpoint, name, monkeypatch):
-    config = ModelSettings(str(checkpoint), device="cpu", dtype="bfloat16", block_size=SIZE, kv_blocks=24)
+def test_layers_in_c_that_stop_half_way_leave_everything_as_before(checkpoint_of, name, monkeypatch):
+    folder = checkpoint_of("llama", **DECODER)
+    config = ModelSettings(str(folder), device="cpu", dtype="bfloat16", block_size=SIZE, kv_blocks=24)
     twins = Twins(replace(config, quantize="int8"))  # which more CPUs multiply
     if not twins.twin.model.native:
         pytest.skip("layers do not run in C here")
