@@ -15,14 +15,16 @@ from hypothesis import Phase
 
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import FullLogits, OutputSpec, Positions, Span
-from ferrum_rpc.engine import states
+from ferrum_rpc.engine import feeding, states
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.errors import NotSupported
 from tests.support.checkpoints import RECURRENT, RECURRENT_SHAPE, make_checkpoint, make_model
 from tests.support.harness import reference_logits
+from tests.support.histories import run_histories
 from tests.support.rows import answered
-from tests.unit.test_runner_states import EVERY, FAMILIES, PIECE, Histories, run_histories
+from tests.support.state_world import EVERY, FAMILIES, PIECE
+from tests.unit.test_runner_states import StateHistories
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -82,12 +84,12 @@ def test_families_on_the_device_against_float64(tmp_path, family, dtype, graphs)
 )
 def test_any_history_has_right_rows_on_the_device(options, histories, tmp_path, monkeypatch):
     monkeypatch.setattr(states, "CHECKPOINT_TOKENS", EVERY)
-    monkeypatch.setattr(states, "PIECE_TOKENS", PIECE)
+    monkeypatch.setattr(feeding, "PIECE_TOKENS", PIECE)
     family = options.get("family", "qwen3_5")
-    monkeypatch.setattr(Histories, "folder", make_checkpoint(tmp_path, family, **FAMILIES[family]))
+    monkeypatch.setattr(StateHistories, "folder", make_checkpoint(tmp_path, family, **FAMILIES[family]))
     for name, value in {**options, "device": "cuda"}.items():
-        monkeypatch.setattr(Histories, name, value)
-    run_histories(histories, [Phase.generate])  # a smaller example would take minutes here
+        monkeypatch.setattr(StateHistories, name, value)
+    run_histories(StateHistories, histories, [Phase.generate])  # a smaller example would take minutes here
 
 
 def test_several_ranks_on_gpus_are_refused_by_name(tmp_path):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import tracemalloc
-from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 from unittest.mock import Mock
@@ -18,16 +17,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import initialize, invariant, precondition, rule
 from structlog.testing import capture_logs
 
 from ferrum_rpc.attention.recurrent_steps import RecurrentStore
@@ -37,6 +28,7 @@ from ferrum_rpc.engine.assembly.size import LargestStep
 from ferrum_rpc.errors import KvBlocksExhausted, StepFailed
 from tests.support import queued
 from tests.support.checkpoints import RECURRENT_SHAPE as SHAPE
+from tests.support.histories import Histories, few, prompts, run_histories
 from tests.support.rows import columns_of
 from tests.support.state_world import (
     ALL,
@@ -49,7 +41,6 @@ from tests.support.state_world import (
     PIECE,
     SIZE,
     SLOTS,
-    VOCABULARY,
     Bits,
     Sabotage,
     World,
@@ -58,7 +49,6 @@ from tests.support.state_world import (
 )
 
 BEGINS = ("a prompt that is found", "a fork in a step", "a fork")
-STAGES = ("reserve", "plan", "forward", "select", "commit")
 
 
 @pytest.fixture(scope="module")
@@ -81,19 +71,11 @@ def small_distances(monkeypatch):
 
 # --- any history ------------------------------------------------------------------------------------------------------
 
-few = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=6)
-prompts = st.tuples(st.integers(0, 1), st.integers(1, 90), st.integers(0, VOCABULARY - 1)).map(
-    lambda each: [(each[0] + place * place) % VOCABULARY for place in range(each[1])] + [each[2]]
-)
 
+class StateHistories(Histories):
+    """Slots are few."""
 
-class Histories(RuleBasedStateMachine):
-    """Prompts share their beginnings, so some are found in the prefix cache. Slots are few. All rules are drawn equally
-    often, so few of them are no steps, and a history begins with a sequence that the others need."""
-
-    folder: Any = None
     family = "qwen3_5"
-    ranks = 1
     queued = False
     device = "cpu"
 
@@ -109,48 +91,8 @@ class Histories(RuleBasedStateMachine):
         )
         self.create(tokens, published=True)
 
-    def sequence(self, data):
-        return data.draw(st.sampled_from(sorted(self.world.has)), label="sequence")
-
-    def lengths(self, data, sequence):
-        length = len(self.world.has[sequence])
-        return data.draw(st.integers(max(0, length - 5), length) | st.integers(0, length), label="length")
-
-    @precondition(lambda self: len(self.world.has) + len(self.world.lies) < SLOTS)
-    @rule(tokens=prompts, published=st.booleans())
-    def make(self, tokens, published):
-        self.create(tokens, published)
-
-    def create(self, tokens, published):
-        self.world.step(self.world.made(tokens, prefix=PREFIX if published else None))
-
-    @precondition(lambda self: self.world.has)
-    @rule(data=st.data(), tokens=few | prompts, rows=st.sampled_from([LAST, ALL]))
-    def feed(self, data, tokens, rows):
-        self.world.step(self.world.span(self.sequence(data), tokens, output=rows))
-
-    @precondition(lambda self: self.world.has)
-    @rule(data=st.data(), tokens=few | prompts)
-    def go_back_and_feed(self, data, tokens):
-        sequence = self.sequence(data)
-        self.world.step(self.world.span(sequence, tokens, self.lengths(data, sequence), ALL))
-
-    @precondition(lambda self: self.world.has)
-    @rule(data=st.data(), poisoned=st.booleans())
-    def truncate(self, data, poisoned):
-        sequence = self.sequence(data)
-        self.world.truncate(sequence, self.lengths(data, sequence))
-        if poisoned:
-            self.world.poison()
-
-    @precondition(lambda self: self.world.has)
-    @rule(data=st.data(), tokens=few)
-    def verify_and_reject(self, data, tokens):
-        world, sequence = self.world, self.sequence(data)
-        start = len(world.has[sequence])
-        world.step(world.span(sequence, tokens, output=ALL))
-        if len(world.has[sequence]) > start:
-            world.truncate(sequence, start + data.draw(st.integers(0, len(tokens)), label="kept"))
+    def may_make(self):
+        return len(self.world.has) + len(self.world.lies) < SLOTS
 
     @precondition(lambda self: self.world.has)
     @rule(data=st.data(), tokens=few | prompts)
@@ -158,57 +100,12 @@ class Histories(RuleBasedStateMachine):
         world, sequence = self.world, self.sequence(data)
         world.step(world.span(sequence, tokens, output=OutputSpec(Positions.ALL, Accept())))
 
-    @precondition(lambda self: self.world.has)
-    @rule(data=st.data(), children=st.integers(1, 2))
-    def fork(self, data, children):
-        world, parent = self.world, self.sequence(data)
-        at, made = self.lengths(data, parent), [next(world.numbers) for _ in range(children)]
-        try:
-            world.do("fork", parent, made, at)
-        except KvBlocksExhausted as error:
-            assert error.metadata["needed_slots"] == str(children)
-        else:
-            world.has |= dict.fromkeys(made, world.has[parent][:at])
-
-    @precondition(lambda self: self.world.has)
-    @rule(data=st.data(), tokens=few | prompts, together=few | prompts)
-    def feed_a_child_beside_its_parent(self, data, tokens, together):
-        world, parent = self.world, self.sequence(data)
-        child = world.fork(parent, tokens, self.lengths(data, parent))
-        world.step(world.span(parent, together, self.lengths(data, parent)), child)
-
     @precondition(lambda self: len(self.world.has) > 1)
     @rule(data=st.data(), tokens=prompts)
     def feed_all(self, data, tokens):
         world = self.world
         spans = [world.span(each, tokens[: data.draw(st.integers(1, len(tokens)))]) for each in sorted(world.has)]
         world.step(world.made(tokens), *spans)
-
-    @precondition(lambda self: len(self.world.has) > 1)
-    @rule(data=st.data(), tokens=few | prompts)
-    def go_back_and_feed_all(self, data, tokens):
-        self.world.step(*self.cuts(data, tokens))
-
-    def cuts(self, data, tokens):
-        return [self.world.span(each, tokens, self.lengths(data, each), ALL) for each in sorted(self.world.has)]
-
-    @precondition(lambda self: self.world.has)
-    @rule(
-        data=st.data(), tokens=few | prompts, stage=st.sampled_from(STAGES), nth=st.integers(1, 2), again=st.booleans()
-    )
-    def fail(self, data, tokens, stage, nth, again):
-        rank = data.draw(st.integers(0, self.ranks - 1), label="rank")
-        world = self.world
-        spans = [*self.cuts(data, tokens), world.made(tokens)]
-        before = dict(world.has)
-        try:
-            with world.failing(stage, nth, rank):
-                world.step(*spans)
-        except StepFailed:
-            assert world.has == before
-            world.check()
-            if again:
-                world.step(*spans)
 
     @precondition(lambda self: self.world.has)
     @rule(data=st.data(), use=st.sampled_from([None, PREFIX, IMPORTED]), stays=st.booleans())
@@ -286,14 +183,6 @@ class Histories(RuleBasedStateMachine):
         world.lies.remove(sequence)
         world.do("release", [sequence])
 
-    @precondition(lambda self: len(self.world.has) > 1)
-    @rule(data=st.data(), forgets=st.booleans())
-    def release(self, data, forgets):
-        self.world.release(self.sequence(data))
-        if forgets:
-            self.world.do("forget_prefixes")
-        self.world.poison()
-
     @invariant()
     def slots_are_accounted_for(self):
         if hasattr(self, "world"):
@@ -302,15 +191,9 @@ class Histories(RuleBasedStateMachine):
             assert (state.total_slots, state.free_slots) == (SLOTS, SLOTS - live)
 
     def teardown(self):
-        world = getattr(self, "world", None)
-        if world is None:
-            return
-        world.do("release", [*world.lies])
-        for sequence in list(world.has):
-            world.step(world.span(sequence, [1, 2], output=ALL))
-            world.release(sequence)
-        assert world.runner.cache_state().free_slots == SLOTS
-        world.close()
+        if hasattr(self, "world"):
+            self.world.do("release", [*self.world.lies])
+        super().teardown()
 
 
 @pytest.mark.parametrize(
@@ -321,24 +204,10 @@ class Histories(RuleBasedStateMachine):
 def test_rows_are_those_of_the_tokens_that_a_sequence_has(options, histories, checkpoint_of, monkeypatch):
     options = {"family": "qwen3_5", **options}
     family = options["family"]
-    monkeypatch.setattr(Histories, "folder", checkpoint_of(family, **FAMILIES[family]))
+    monkeypatch.setattr(StateHistories, "folder", checkpoint_of(family, **FAMILIES[family]))
     for name, value in options.items():
-        monkeypatch.setattr(Histories, name, value)
-    run_histories(histories)
-
-
-def run_histories(histories: int, phases: Sequence[Phase] = tuple(Phase)) -> None:
-    """So many of `Histories`, as it is set."""
-    run_state_machine_as_test(
-        Histories,
-        settings=settings(
-            max_examples=histories,
-            stateful_step_count=25,
-            suppress_health_check=list(HealthCheck),
-            deadline=None,
-            phases=phases,
-        ),
-    )
+        monkeypatch.setattr(StateHistories, name, value)
+    run_histories(StateHistories, histories)
 
 
 def test_the_first_chunk_of_a_sequence_is_computed_by_the_kernels_too(folder, monkeypatch):

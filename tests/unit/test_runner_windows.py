@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import PREFIX, Span, SpanResult, Step
@@ -22,6 +21,7 @@ from ferrum_rpc.engine import feeding
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.errors import KvBlocksExhausted, StepFailed
 from tests.support.checkpoints import make_checkpoint
+from tests.support.histories import STAGES, Histories, prompts, run_histories
 from tests.support.inside import sequences
 from tests.support.poison import fill_slots
 from tests.support.state_world import ALL, SIZE, WINDOWS, World, fed, prompt
@@ -29,8 +29,6 @@ from tests.support.state_world import ALL, SIZE, WINDOWS, World, fed, prompt
 WINDOW, FREE = WINDOWS["mistral"]["sliding_window"], 32
 MOST = (WINDOW - 1 + FREE) // SIZE + 2
 """Blocks that a sequence holds of its window."""
-
-STAGES = ("reserve", "plan", "forward", "select", "commit")
 
 
 class WindowWorld(World):
@@ -82,96 +80,19 @@ def folder(tmp_path_factory):
 
 # --- any history ------------------------------------------------------------------------------------------------------
 
-few = st.lists(st.integers(0, 5), min_size=1, max_size=6)
-prompts = st.tuples(st.integers(0, 1), st.integers(1, 130), st.integers(0, 5)).map(
-    lambda each: [(each[0] + place * place) % 6 for place in range(each[1])] + [each[2]]
-)
 
+class WindowHistories(Histories):
+    """Blocks are few."""
 
-class Histories(RuleBasedStateMachine):
-    """Prompts share their beginnings, so some are found in the prefix cache. Blocks are few."""
+    drafts = st.lists(st.integers(0, 5), min_size=1, max_size=FREE)
 
-    folder: Any = None
-
-    @initialize(blocks=st.sampled_from([60, 200]))
-    def begin(self, blocks):
+    @initialize(blocks=st.sampled_from([60, 200]), tokens=prompts)
+    def begin(self, blocks, tokens):
         self.world = WindowWorld(self.folder, blocks=blocks)
+        self.create(tokens, published=True)
 
-    def sequence(self, data):
-        return data.draw(st.sampled_from(sorted(self.world.has)), label="sequence")
-
-    def lengths(self, data, sequence):
-        length = len(self.world.has[sequence])
-        return data.draw(st.integers(max(0, length - 5), length) | st.integers(0, length), label="length")
-
-    @rule(tokens=prompts, published=st.booleans())
-    def create(self, tokens, published):
-        self.world.step(self.world.made(tokens, prefix=PREFIX if published else None))
-
-    @precondition(lambda self: self.world.has)
-    @rule(data=st.data(), tokens=few | prompts)
-    def feed(self, data, tokens):
-        self.world.step(self.world.span(self.sequence(data), tokens))
-
-    @precondition(lambda self: self.world.has)
-    @rule(data=st.data(), tokens=few | prompts)
-    def go_back_and_feed(self, data, tokens):
-        sequence = self.sequence(data)
-        self.world.step(self.world.span(sequence, tokens, self.lengths(data, sequence), ALL))
-
-    @precondition(lambda self: self.world.has)
-    @rule(data=st.data())
-    def truncate(self, data):
-        sequence = self.sequence(data)
-        self.world.truncate(sequence, self.lengths(data, sequence))
-
-    @precondition(lambda self: self.world.has)
-    @rule(data=st.data(), tokens=st.lists(st.integers(0, 5), min_size=1, max_size=FREE))
-    def verify_and_reject(self, data, tokens):
-        world, sequence = self.world, self.sequence(data)
-        start = len(world.has[sequence])
-        [outcome] = world.step(world.span(sequence, tokens, output=ALL))
-        if isinstance(outcome, SpanResult):
-            world.truncate(sequence, start + data.draw(st.integers(0, len(tokens)), label="kept"))
-            assert not world.missing(sequence), "it is within the last step"
-
-    @precondition(lambda self: self.world.has)
-    @rule(data=st.data(), children=st.integers(1, 2))
-    def fork(self, data, children):
-        world, parent = self.world, self.sequence(data)
-        at, made = self.lengths(data, parent), [next(world.numbers) for _ in range(children)]
-        world.do("fork", parent, made, at)
-        world.has |= dict.fromkeys(made, world.has[parent][:at])
-
-    @precondition(lambda self: self.world.has)
-    @rule(data=st.data(), tokens=few | prompts, together=few | prompts)
-    def feed_a_child_beside_its_parent(self, data, tokens, together):
-        world, parent = self.world, self.sequence(data)
-        child = world.fork(parent, tokens, self.lengths(data, parent))
-        world.step(world.span(parent, together, self.lengths(data, parent)), child)
-
-    @precondition(lambda self: len(self.world.has) > 1)
-    @rule(data=st.data(), tokens=few | prompts)
-    def go_back_and_feed_all(self, data, tokens):
-        self.world.step(*self.cuts(data, tokens))
-
-    def cuts(self, data, tokens):
-        return [self.world.span(each, tokens, self.lengths(data, each), ALL) for each in sorted(self.world.has)]
-
-    @precondition(lambda self: self.world.has)
-    @rule(data=st.data(), tokens=few, stage=st.sampled_from(STAGES), nth=st.integers(1, 2), again=st.booleans())
-    def fail(self, data, tokens, stage, nth, again):
-        world = self.world
-        spans = [*self.cuts(data, tokens), world.made(tokens)]
-        before = dict(world.has)
-        try:
-            with world.failing(stage, nth):
-                world.step(*spans)
-        except StepFailed:
-            assert world.has == before
-            world.check()
-            if again:
-                world.step(*spans)
+    def rejected(self, sequence):
+        assert not self.world.missing(sequence), "it is within the last step"
 
     @precondition(lambda self: self.world.has)
     @rule(data=st.data(), use=st.sampled_from([None, PREFIX]), stays=st.booleans())
@@ -187,40 +108,17 @@ class Histories(RuleBasedStateMachine):
         if not stays:
             world.release(sequence)
 
-    @precondition(lambda self: self.world.has)
-    @rule(data=st.data())
-    def release(self, data):
-        self.world.release(self.sequence(data))
-
-    @rule()
-    def forget_prefixes(self):
-        self.world.do("forget_prefixes")
-
-    @rule()
-    def poison(self):
-        self.world.poison()
-
     @invariant()
     def a_sequence_holds_no_more_than_its_window(self):
         world = getattr(self, "world", None)
         for sequence in world.has if world else ():
             assert world.blocks(sequence) <= MOST
 
-    def teardown(self):
-        if hasattr(self, "world"):
-            for sequence in list(self.world.has):
-                self.world.release(sequence)
-            assert self.world.runner.kv.free_blocks == self.world.runner.kv.total_blocks
-
 
 def test_rows_are_those_of_the_tokens_that_a_sequence_has(folder, monkeypatch):
     monkeypatch.setattr(feeding, "PIECE_TOKENS", 16)
-    monkeypatch.setattr(Histories, "folder", folder)
-    Histories.TestCase.settings = settings(
-        max_examples=25, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
-    )
-    test = Histories.TestCase()
-    test.runTest()
+    monkeypatch.setattr(WindowHistories, "folder", folder)
+    run_histories(WindowHistories, 25)
 
 
 # --- one by one -------------------------------------------------------------------------------------------------------
