@@ -145,7 +145,7 @@ SAME = {
 MAY_DIFFER = {
     *("norm_names", "rope", "parallel"),
     *(f"mixer.{name}" for name in ("heads", "kv_heads", "scale", "names", "window", "softcap", "pairs")),
-    *(f"mixer.{name}" for name in ("bias", "output_bias", "qk_norm", "gated")),
+    *(f"mixer.{name}" for name in ("bias", "output_bias", "qk_norm", "gated", "sinks")),
     *(f"mlp.{name}" for name in ("inner", "activation", "names", "down", "gated", "bias")),
 }
 """All others: each is read of the layer itself."""
