@@ -104,7 +104,8 @@ class TensorPlacement:
             parts = [tensor.narrow(axis, first, end - first) for first, end in self.cut.ranges]
             tensor = parts[0] if len(parts) == 1 else torch.cat(parts, axis)
         if axis == 0 and self.turns:
-            units = tensor.view(-1, sum(self.turns), *tensor.shape[1:])
+            # rows that are stored as columns take four times as long if they are not turned first
+            units = tensor.contiguous().view(-1, sum(self.turns), *tensor.shape[1:])
             return torch.cat([each.flatten(0, 1) for each in units.split_with_sizes(self.turns, 1)])
         if axis or self.unit is None or not (self.unit.pairs or self.unit.behind):
             return tensor
