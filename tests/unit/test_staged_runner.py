@@ -16,6 +16,7 @@ from ferrum_rpc.engine.cuda.graphs import Capture
 from ferrum_rpc.engine.cuda.select import select_compute, select_depth
 from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.errors import DeviceLost, StepFailed
+from ferrum_rpc.models.identity import IdentityModel
 from tests.support.fixtures import PlannedTorch
 from tests.support.rerun import Rerun
 from tests.support.rows import answered
@@ -146,6 +147,13 @@ def test_steps_overlap_where_nothing_in_them_waits_and_nobody_said_no() -> None:
     plain.late = False
     (name, reason), depth = select_depth(plain, "auto")
     assert (name, depth) == ("overlap=off", 1) and plain.attention.name in reason
+
+
+def test_nothing_is_recorded_of_layers_that_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(IdentityModel, "waits", True)
+    capture = Mock(wraps=Rerun())
+    assert replaying(capture).choice == ("cuda_graphs=off", "its layers may wait for the device")
+    assert not capture.mock_calls
 
 
 def test_a_backend_without_reserved_plans_has_no_graphs() -> None:
