@@ -60,7 +60,7 @@ SURVIVED: Final = frozenset(
 """What may refuse a call that is then made again; the last one a release, which has a tenth of a second."""
 
 Start = Callable[[str, Counts], AbstractAsyncContextManager[Dialled]]
-CACHE: Final = {"dtype": "float32", "block_size": 4}
+BLOCK_SIZE: Final = 4
 BLOCKS: Final = 64
 
 
@@ -85,7 +85,7 @@ async def r16_a_crash_is_survivable(size: Size, model: Model = IDENTITY, seed: i
         _die_and_restart(model, partial(_process, model, "thread"), Action.CRASH, threads, seed, counts),
         _die_and_restart(model, partial(_process, model, "process"), Action.CRASH, processes, seed + 1, counts),
         _die_and_restart(model, partial(_in_process, model), Action.DEVICE_LOST, points, seed, counts),
-        _by_grammars(model if model.recurrent else DEMO, servers, seed, counts),
+        _by_grammars(DEMO if model is IDENTITY else model, servers, seed, counts),
     )
     every = [(point, action) for point in Failpoint for action in actions(point)]
     expected = {(point.value, action.value) for point, action in every if action in ROLLED_BACK or point in fatal}
@@ -122,7 +122,7 @@ async def _fail_and_go_on(model: Model, rounds: int, seed: int, counts: Counts) 
         if action in actions(point)
         for n in range(rounds)
     ]
-    flags = (*model.flags(**CACHE), "--failpoints", ";".join(rules))
+    flags = (*model.flags(**model.cached(block_size=BLOCK_SIZE)), "--failpoints", ";".join(rules))
     async with dialled(*flags, model=model.path, kv_blocks=BLOCKS) as (server, client):
         scheduler = ScriptedClient(
             client,
@@ -249,7 +249,10 @@ async def _kill_a_grammar(server: ServerProcess, dice: random.Random, counts: Co
 async def _process(model: Model, engine: str, rule: str, counts: Counts) -> AsyncIterator[Dialled]:
     """A process that SIGKILL may end; or its engine's, whose death is the server's orderly end. Without a ``rule`` its
     engine is in it: another process would import torch for it."""
-    flags = (*model.flags(**CACHE), *(("--engine", engine, "--failpoints", rule) if rule else ()))
+    flags = (
+        *model.flags(**model.cached(block_size=BLOCK_SIZE)),
+        *(("--engine", engine, "--failpoints", rule) if rule else ()),
+    )
     async with serving(*flags, model=model.path, kv_blocks=BLOCKS) as server:
         async with dial(server.target) as client:
             yield client
@@ -263,7 +266,9 @@ async def _process(model: Model, engine: str, rule: str, counts: Counts) -> Asyn
 async def _in_process(model: Model, rule: str, counts: Counts) -> AsyncIterator[Dialled]:
     """A server of this process, whose model thread may end; R19 has a process that loses its device."""
     failpoints = Failpoints(parse_failpoints(rule))
-    async with serve_model(model.config(**CACHE, kv_blocks=BLOCKS), failpoints=failpoints) as served:
+    async with serve_model(
+        model.config(**model.cached(block_size=BLOCK_SIZE), kv_blocks=BLOCKS), failpoints=failpoints
+    ) as served:
         yield Dialled(served.channel)
         if rule and served.server.health.serving:
             counts.wrong.append(f"{rule}: the health service says that it serves")

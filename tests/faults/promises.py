@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Final
 
 from tests.faults.figures import Promise, number
-from tests.faults.models import with_recurrent_states
+from tests.faults.models import BITS, STATES, in_4_bits, recurrent, tried_with
 
 
 def of(files: str) -> tuple[Promise, ...]:
@@ -22,7 +22,12 @@ def of(files: str) -> tuple[Promise, ...]:
 
 def again(files: str) -> tuple[Promise, ...]:
     """The promises `of` these, with recurrent states."""
-    return tuple(map(with_recurrent_states, of(files)))
+    return tuple(tried_with(STATES, recurrent, each) for each in of(files))
+
+
+def in_bits(files: str) -> tuple[Promise, ...]:
+    """The promises `of` these, with weights in 4 bits."""
+    return tuple(tried_with(BITS, in_4_bits, each) for each in of(files))
 
 
 IN_PROCESS: Final = of("""
@@ -48,9 +53,13 @@ UNDER_LOAD: Final = of("""
 OF_FRONTS: Final = of("front_callers fronts")
 """With a front between client and executor."""
 
-OTHERS: Final = of("exactly_once.r2_under_packet_loss weights") + again("crowd neighbours")
-"""The first needs root, `weights` runs tests of other folders with more rounds, and the last two, at full size alone,
-have most of their time from crowds that are the same for every model."""
+OTHERS: Final = (
+    of("exactly_once.r2_under_packet_loss weights")
+    + again("crowd neighbours")
+    + in_bits("crash_points leaks.r15_nothing_leaks")
+)
+"""The first needs root, `weights` runs tests of other folders with more rounds, and the others are tried at full size
+alone: crowds are the same for every model, and bookkeeping knows nothing of weights."""
 
 
 PROMISES: Final = tuple(

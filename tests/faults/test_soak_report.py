@@ -12,7 +12,6 @@ import pytest
 
 from tests.faults import soak
 from tests.faults.figures import Figure, Figures, Promise, at_least, at_most, exactly, hold, number, quantile
-from tests.faults.models import WITH_STATES
 from tests.faults.promises import PROMISES
 from tests.faults.sizes import CI, FULL, Size, scaled
 from tests.support.netns import NoNetwork
@@ -86,9 +85,9 @@ def test_a_share_of_the_counts_is_at_least_one_and_leaves_seconds_alone() -> Non
 def test_every_promise_is_tried_once_and_full_is_nowhere_smaller_than_ci() -> None:
     tried = [each.__name__ for each in PROMISES]
     files = [each for each in Path(__file__).parent.glob("*.py") if not each.name.startswith("test_")]
-    once = [each for each in tried if not each.endswith(WITH_STATES)]
+    once = [each for each in tried if "_with_" not in each]
     assert sorted(once) == sorted(re.findall(r"^async def (r\d+_\w+)\(", "".join(map(Path.read_text, files)), re.M))
-    assert len({*tried}) == len(tried) and {each.removesuffix(WITH_STATES) for each in tried} == {*once}
+    assert len({*tried}) == len(tried) and {each.partition("_with_")[0] for each in tried} == {*once}
     known = {f"R{n}" for n in range(1, 37)}
     assert {f"R{n}" for n in range(1, 25)} <= {number(each) for each in PROMISES} <= known
     counts = [name for name in Size.__dataclass_fields__ if isinstance(getattr(CI, name), int)]

@@ -12,12 +12,12 @@ from tests.faults.figures import Figures, exactly
 from tests.faults.sizes import Size
 from tests.support.process import ROOT, environment
 
-FUZZ: Final = ("tests/unit/test_weights_fuzz.py",)
+FUZZ: Final = ("tests/unit/test_weights_fuzz.py", "tests/quantized/test_formats.py", "tests/quantized/test_gguf.py")
 CONFIGURATIONS: Final = ("tests/numerics/test_config_keys.py", "tests/unit/test_weights_checkpoint.py")
 
 
 async def r13_weights_are_data(size: Size) -> Figures:
-    """Run the fuzz of headers, offsets, configurations and index files."""
+    """Run the fuzz of headers, offsets, configurations and index files, and of the formats of quantized weights."""
     status, said = await _run(FUZZ, FERRUM_FUZZ_ROUNDS=size.weight_files)
     return Figures(
         "Weight files are data",
