@@ -20,6 +20,9 @@ from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.stored_integers import SUPER_GROUP, Code, IntegerFormat, Integers
 from ferrum_rpc.native import library
 
+CODES: Final = {Code.MXFP4: library.MXFP4, Code.IQ4: library.IQ4}
+"""What ``enum kind`` of linear.h calls them."""
+
 COLUMNS: Final = 16
 """Of a panel."""
 
@@ -34,7 +37,7 @@ ISAS: Final = {4: "portable C", 8: "AVX2", 16: "AVX-512", 32: "AMX"}
 """What kernels are compiled for, by the number that the library has for it: the floats of a vector, or 32."""
 
 UNPACKED_BYTES: Final = 4 * 512 * 64
-"""Of 4-bit panels that AVX-512 and AMX multiply as bytes (``linear.c``)."""
+"""Of 4-bit panels that are multiplied as bytes (``linear.c``): by AVX-512 and AMX, and those of IQ4 by AVX2."""
 
 JOB_ROWS: Final = 240
 SUM_BYTES: Final = 4 * 64
@@ -143,7 +146,7 @@ class NativeLinear:
         zeros, factors = (None if each is None else each[panel, :, column] for each in (panels.zeros, panels.factors))
         factors = None if factors is None else factors.view(len(ids), factors.shape[1] // 2, 2)
         scales = panels.scales[panel, :, column]
-        code = Code.MXFP4 if panels.kind == library.MXFP4 else None
+        code = next((code for code, kind in CODES.items() if kind == panels.kind), None)
         found = Integers(bits, numbers.flatten(1), scales, zeros, factors, panels.order, code).floats()
         if panels.mixed:
             found = self.space.mixed(found).mul_(1 / MIXED_TWICE)
@@ -471,8 +474,8 @@ class StoredFactory:
 
 def _kind_of(form: IntegerFormat) -> int:
     """What ``enum kind`` of linear.h calls it."""
-    if form.code is Code.MXFP4:
-        return library.MXFP4
+    if form.code is not None:
+        return CODES[form.code]
     return library.FACTORED if form.factored else library.NIBBLES if form.bits == 4 else library.BYTES
 
 
@@ -482,8 +485,9 @@ def _row_bytes(kind: int, k: int, group: int) -> RowBytes:
 
 
 def _thread_bytes(kind: int) -> int:
-    wide = library.load().ferrum_linear_supported(kind) >= 16
-    return UNPACKED_BYTES if wide and kind in (library.NIBBLES, library.FACTORED, library.MXFP4) else 0
+    lanes = library.load().ferrum_linear_supported(kind)
+    unpacked = kind not in (library.PAIRS, library.BYTES) and lanes >= (8 if kind == library.IQ4 else 16)
+    return UNPACKED_BYTES if unpacked else 0
 
 
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

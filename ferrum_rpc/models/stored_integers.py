@@ -31,6 +31,9 @@ class Code(enum.Enum):
     MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
     """float4_e2m1, with a power of two for each 32 (OCP Microscaling Formats 1.0)."""
 
+    IQ4 = (-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0)
+    """GGUF's IQ4_NL and IQ4_XS."""
+
 
 class IntegerFormat(NamedTuple):
     """How a matrix is stored in ``bits`` 4 or 8: ``group`` columns share a scale and, if it is ``zeroed``, a zero
@@ -106,11 +109,10 @@ class Integers(NamedTuple):
 
     def floats(self) -> Tensor:
         """float32 [n, k]."""
+        scales = powers_of_two(self.scales) if self.code is Code.MXFP4 else self.scales.to(torch.float32)
         if self.code is not None:
             numbers = torch.tensor(self.code.value).index_select(0, self.numbers.reshape(-1).to(torch.int32))
-            scaled = numbers.view(*self.scales.shape, self.group).mul_(powers_of_two(self.scales)[..., None])
-            return scaled.view(self.numbers.shape)
-        scales = self.scales.to(torch.float32)
+            return numbers.view(*scales.shape, self.group).mul_(scales[..., None]).view(self.numbers.shape)
         made = self.numbers.to(torch.float32).view(*scales.shape, self.group)
         if self.factors is None:
             zeros = self.middle if self.zeros is None else self.zeros.to(torch.float32)[..., None]

@@ -228,7 +228,7 @@ STRUCTS: Final = (
     *(PenaltyStruct, RowMaskStruct, LimitsStruct, LoraPart, LoraChange, LoraStep, RecurrentLayer, RecurrentJob),
     *(DecayRows, GatedRows),
 )
-ABI_VERSION: Final = 33
+ABI_VERSION: Final = 34
 """As in abi.c, which exports it with the sizes of `STRUCTS`."""
 
 BUILD: Final = "install ferrum-rpc-kernels where a C compiler is (in a checkout: `make setup`)"
@@ -236,7 +236,7 @@ BUILD: Final = "install ferrum-rpc-kernels where a C compiler is (in a checkout:
 ADD_NORM, ROTATE, GATE = 0, 1, 2
 """``enum task`` of norm_rope_gate.h."""
 
-PAIRS, BYTES, NIBBLES, FACTORED, MXFP4 = 0, 1, 2, 3, 4
+PAIRS, BYTES, NIBBLES, FACTORED, MXFP4, IQ4 = 0, 1, 2, 3, 4, 5
 """``enum kind`` of linear.h."""
 
 MOST_TAPS: Final = 64

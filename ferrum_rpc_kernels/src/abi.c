@@ -15,7 +15,7 @@
 
 /* Raised with every change of a struct or a function that Python declares. */
 #ifndef FERRUM_ABI_VERSION
-#define FERRUM_ABI_VERSION 33
+#define FERRUM_ABI_VERSION 34
 #endif
 
 /* The version at 0, then the sizes of the structs in the order of `STRUCTS` there; -1 beyond. */

@@ -6,6 +6,7 @@
  * widened once for all columns, so that a step of a row is one broadcast: [pairs][2] floats, or [fours][2][2] of 16
  * bits. For nibbles `vpmaddubsw` is right: of 32 elements it adds 16 products of at most 15 x 127 in each 16-bit half of a
  * sum, 30,480. Numbers of MXFP4 are up to 24: of 16 elements it adds 8 products of at most 24 x 127, 24,384.
+ * Those of IQ4 are bytes, which are unpacked before.
  *
  * 16 registers hold up to 12 sums: 6 rows of one panel, 2 of two, or one of four.
  */
@@ -210,9 +211,17 @@ GEMM_INLINE(AVX2) __m256i avx2_numbers(const char *panel, size_t panel_bytes, in
 {
     const __m256i both = _mm256_loadu_si256((const __m256i *)(panel + p / 2 * panel_bytes + p % 2 * 32));
     const __m256i nibbles = _mm256_and_si256(second ? _mm256_srli_epi16(both, 4) : both, _mm256_set1_epi8(15));
-    if (kind != MXFP4)
+    if (!gemm_table(kind))
         return nibbles;
-    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)gemm_mxfp4)), nibbles);
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)gemm_table(kind))), nibbles);
+}
+
+/* `vectors` of a panel of nibbles to twice as many of bytes. */
+GEMM_INLINE(AVX2) void avx2_unpack(const char *panel, int vectors, char *to, const int kind)
+{
+    for (int i = 0; i < vectors; i++, panel += 64, to += 128)
+        for (int half = 0; half < 4; half++)
+            _mm256_storeu_si256((__m256i *)(to + half * 32), avx2_numbers(panel, 64, half % 2, half / 2, kind));
 }
 
 /* Of as many elements as 16 bits can add: `count` vectors of a panel. Sums of products of two numbers and two bytes. */

@@ -105,7 +105,7 @@ static inline int portable_number(const uint8_t *panel, int column, int i, const
     if (kind == BYTES)
         return four;
     const int nibble = four >> (i / 4 % 2 * 4) & 15;
-    return kind == MXFP4 ? gemm_mxfp4[nibble] : nibble;
+    return gemm_table(kind) ? gemm_table(kind)[nibble] : nibble;
 }
 
 static inline void portable_groups(const struct gemm_tile *tile, int rows, int panels, const int kind)
@@ -133,5 +133,6 @@ static inline void bytes_portable(const struct gemm_tile *tile, int rows, int pa
 static inline void nibbles_portable(const struct gemm_tile *tile, int rows, int panels) { portable_groups(tile, rows, panels, NIBBLES); }
 static inline void factored_portable(const struct gemm_tile *tile, int rows, int panels) { portable_groups(tile, rows, panels, FACTORED); }
 static inline void mxfp4_portable(const struct gemm_tile *tile, int rows, int panels) { portable_groups(tile, rows, panels, MXFP4); }
+static inline void iq4_portable(const struct gemm_tile *tile, int rows, int panels) { portable_groups(tile, rows, panels, IQ4); }
 
 #endif

@@ -4,7 +4,7 @@
  *
  * A panel is 16 columns of a matrix, stored so that one vector holds the same few elements of all 16: [pairs][16][2] of
  * bfloat16, [fours][16][4] of bytes or [eights][16][4] of nibbles, the first four of eight in the low halves of bytes and the
- * others in the high ones; a table turns those of MXFP4 into numbers. A vector of a panel meets one broadcast element group of
+ * others in the high ones; a table turns those of MXFP4 and IQ4 into numbers. A vector of a panel meets one broadcast element group of
  * a row, and each of the 16 lanes sums for its own column: no lane is ever added to another. An output's sum runs over the
  * elements in their order in one chain, whatever rows or panels stand beside it: it does not depend on the batch.
  *
@@ -53,8 +53,17 @@ struct gemm_tile {
 static const uint8_t gemm_mxfp4[] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 #define MXFP4_TINY 0x00400000 /* the bits of 2^-127, whose exponent is 0: it is subnormal */
 
+/* The same of IQ4: one of 16 numbers from -127 to 113, plus 128. */
+static const uint8_t gemm_iq4[] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+
+/* The table of a kind of nibbles that has one. */
+static inline const uint8_t *gemm_table(const int kind) { return kind == MXFP4 ? gemm_mxfp4 : kind == IQ4 ? gemm_iq4 : NULL; }
+
 /* Which number stands for 0 in a matrix of this kind that has no zeros of its own. FACTORED: see linear.h. */
-static inline int gemm_zero(const int kind) { return kind == BYTES ? 128 : kind == NIBBLES ? 8 : kind == MXFP4 ? 12 : 0; }
+static inline int gemm_zero(const int kind) 
+{
+    return kind == BYTES || kind == IQ4 ? 128 : kind == NIBBLES ? 8 : kind == MXFP4 ? 12 : 0;
+}
 
 static inline int gemm_may_have_zeros(const int kind) { return kind == BYTES || kind == NIBBLES; }
 
@@ -308,9 +317,9 @@ GEMM_INLINE(AVX512_VNNI) void gemm_mxfp4_bytes(const struct gemm_tile *tile, con
 GEMM_INLINE(AVX512) __m512i gemm_numbers(__m512i both, const int second, const int kind)
 {
     const __m512i nibbles = _mm512_and_si512(second ? _mm512_srli_epi16(both, 4) : both, _mm512_set1_epi8(15));
-    if (kind != MXFP4)
+    if (!gemm_table(kind))
         return nibbles;
-    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)gemm_mxfp4)), nibbles);
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)gemm_table(kind))), nibbles);
 }
 
 /* `vectors` of a panel of nibbles to twice as many of bytes. `zeros`: of each group of `group` vectors in each column, the
@@ -375,6 +384,11 @@ GEMM_INLINE(AVX512_VNNI) void gemm_factored(const struct gemm_tile *tile, const 
 GEMM_INLINE(AVX512_VNNI) void gemm_mxfp4_nibbles(const struct gemm_tile *tile, const int rows, const int panels)
 {
     gemm_in_nibbles(tile, rows, panels, MXFP4);
+}
+
+GEMM_INLINE(AVX512_VNNI) void gemm_iq4_nibbles(const struct gemm_tile *tile, const int rows, const int panels)
+{
+    gemm_in_nibbles(tile, rows, panels, IQ4);
 }
 
 /* One copy of the loops for every number of rows and panels, so that their sums stay in registers. */

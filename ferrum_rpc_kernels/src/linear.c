@@ -44,7 +44,7 @@
 #define SMALL 131072     /* bytes of weights below which waking threads costs more than they save */
 
 /* Elements of a column in a vector of a panel, by enum kind. */
-static const int32_t elements_of[] = {2, 4, 8, 8, 8};
+static const int32_t elements_of[] = {2, 4, 8, 8, 8, 8};
 
 /* The largest element so far of a row, as an integer of that order (linear_isa.h), and its column. */
 struct best {
@@ -79,6 +79,7 @@ GEMM_ENTRY(factored_avx512, gemm_factored, AVX512_VNNI)
 GEMM_ENTRY(factored_bytes_avx512, gemm_factored_bytes, AVX512_VNNI)
 GEMM_ENTRY(mxfp4_avx512, gemm_mxfp4_nibbles, AVX512_VNNI)
 GEMM_ENTRY(mxfp4_bytes_avx512, gemm_mxfp4_bytes, AVX512_VNNI)
+GEMM_ENTRY(iq4_avx512, gemm_iq4_nibbles, AVX512_VNNI)
 static COMPILED_FOR(AVX512) void unpack_avx512(const char *panel, const uint8_t *zeros, int every, int vectors, int group,
                                                char *to)
 {
@@ -89,11 +90,22 @@ static COMPILED_FOR(AVX512) void unpack_mxfp4_avx512(const char *panel, const ui
 {
     gemm_unpack(panel, zeros, every, vectors, group, to, MXFP4);
 }
+static COMPILED_FOR(AVX512) void unpack_iq4_avx512(const char *panel, const uint8_t *zeros, int every, int vectors,
+                                                   int group, char *to)
+{
+    gemm_unpack(panel, zeros, every, vectors, group, to, IQ4);
+}
 AVX2_ENTRY(pairs_avx2, avx2_pairs)
 AVX2_ENTRY(bytes_avx2, avx2_bytes)
 AVX2_ENTRY(nibbles_avx2, avx2_nibbles)
 AVX2_ENTRY(factored_avx2, avx2_factored)
 AVX2_ENTRY(mxfp4_avx2, avx2_mxfp4)
+static COMPILED_FOR(AVX2) void unpack_iq4_avx2(const char *panel, const uint8_t *zeros, int every, int vectors, int group,
+                                               char *to)
+{
+    (void)zeros, (void)every, (void)group;
+    avx2_unpack(panel, vectors, to, IQ4);
+}
 #endif
 
 typedef void multiply_tile(const struct gemm_tile *tile, int rows, int panels);
@@ -132,6 +144,7 @@ static struct kernel kernel_of(int32_t kind)
         const struct loops bytes = {bytes_amx, AMX_BLOCK, AMX_ROWS, AMX_CHUNK, NULL, 0, 0};
         const struct loops nibbles = {bytes_amx, AMX_BLOCK, AMX_ROWS, AMX_CHUNK / 2, unpack_avx512, 120, 0};
         const struct loops factored = {factored_bytes_amx, AMX_BLOCK, AMX_ROWS, AMX_CHUNK / 2, unpack_avx512, 0, 0};
+        const struct loops iq4 = {bytes_amx, AMX_BLOCK, AMX_ROWS, AMX_CHUNK / 2, unpack_iq4_avx512, 0, 0};
         const struct loops mxfp4 = {mxfp4_bytes_amx, AMX_BLOCK, AMX_ROWS, AMX_CHUNK / 2, unpack_mxfp4_avx512, 0, 0};
         if (kind == PAIRS)
             return (struct kernel){&isa_avx512, NULL, 4, 32, AMX_ROWS + 1, pairs, packed_pairs};
@@ -141,6 +154,8 @@ static struct kernel kernel_of(int32_t kind)
             return (struct kernel){&isa_avx512, prepare_bytes_avx512, 8, 32, AMX_ROWS, FEW(nibbles_avx512), nibbles};
         if (kind == MXFP4)
             return (struct kernel){&isa_avx512, prepare_bytes_avx512, 8, 32, AMX_ROWS, FEW(mxfp4_avx512), mxfp4};
+        if (kind == IQ4)
+            return (struct kernel){&isa_avx512, prepare_bytes_avx512, 8, 32, AMX_ROWS, FEW(iq4_avx512), iq4};
         return (struct kernel){&isa_avx512, prepare_bytes_avx512, 8, 32, AMX_ROWS, FEW(factored_avx512), factored};
     }
 #endif
@@ -156,6 +171,9 @@ static struct kernel kernel_of(int32_t kind)
     if (kind == MXFP4 && CPU_HAS(AVX512_VNNI))
         return (struct kernel){&isa_avx512, prepare_bytes_avx512, 8, 16, UNPACKING, FEW(mxfp4_avx512),
                                {mxfp4_bytes_avx512, GEMM_ROWS, 1, UNPACKED, unpack_mxfp4_avx512, 0, 0}};
+    if (kind == IQ4 && CPU_HAS(AVX512_VNNI))
+        return (struct kernel){&isa_avx512, prepare_bytes_avx512, 8, 16, UNPACKING, FEW(iq4_avx512),
+                               {bytes_avx512, GEMM_ROWS, 1, UNPACKED, unpack_iq4_avx512, 0, 0}};
     if (kind == PAIRS && CPU_HAS(AVX512_BF16) && pairs_preferred())
         return (struct kernel){&isa_avx512, NULL, 4, 16, NEVER, FEW(pairs_avx512_bf16)};
     if (kind == PAIRS && CPU_HAS(AVX512))
@@ -168,18 +186,22 @@ static struct kernel kernel_of(int32_t kind)
         return (struct kernel){&isa_avx2, prepare_bytes_avx2, 8, 8, NEVER, FEW(factored_avx2)};
     if (kind == MXFP4 && CPU_HAS(AVX2))
         return (struct kernel){&isa_avx2, prepare_bytes_avx2, 8, 8, NEVER, FEW(mxfp4_avx2)};
+    if (kind == IQ4 && CPU_HAS(AVX2))
+        return (struct kernel){&isa_avx2, prepare_wide_bytes_avx2, 2 * AVX2_STEP, 8, NEVER,
+                               {bytes_avx2, GEMM_ROWS, 1, UNPACKED, unpack_iq4_avx2, 0, 0}};
     if (CPU_HAS(AVX2))
         return (struct kernel){&isa_avx2, prepare_pairs_avx2, AVX2_STEP, 8, NEVER, FEW(pairs_avx2)};
 #endif
     if (kind == PAIRS)
         return (struct kernel){&isa_portable, NULL, 4, 4, NEVER, FEW(pairs_portable)};
-    multiply_tile *const of_kinds[] = {pairs_portable, bytes_portable, nibbles_portable, factored_portable, mxfp4_portable};
+    multiply_tile *const of_kinds[] = {pairs_portable, bytes_portable, nibbles_portable, factored_portable, mxfp4_portable,
+                                        iq4_portable};
     return (struct kernel){&isa_portable, prepare_bytes_portable, kind == BYTES ? 4 : 8, 4, NEVER, FEW(of_kinds[kind])};
 }
 
 /* Buffers of buffer.h. Of a list of products each has a part of `rows`, `scales` and `starts`, m being its rows. */
 struct ferrum_linears {
-    struct kernel kernels[MXFP4 + 1]; /* of enum kind */
+    struct kernel kernels[IQ4 + 1]; /* of enum kind */
     float *sums;      /* [threads][SLAB][GEMM_WIDTH] */
     char *unpacked;   /* [threads][GEMM_PANELS][2 * UNPACKED][64] */
     char *rows;       /* as they were made ready: [m][vectors of a panel][step] */
@@ -205,7 +227,7 @@ int32_t ferrum_linear_prepared(int32_t kind)
 struct ferrum_linears *ferrum_linears_new(void)
 {
     struct ferrum_linears *made = calloc(1, sizeof *made);
-    for (int32_t kind = PAIRS; made && kind <= MXFP4; kind++)
+    for (int32_t kind = PAIRS; made && kind <= IQ4; kind++)
         made->kernels[kind] = kernel_of(kind);
     return made;
 }
@@ -294,7 +316,7 @@ static void multiply(const struct list *list, const struct job *job, const struc
     const int blocks = (rows + loops->rows - 1) / loops->rows;
     const size_t step = loops->packed ? 64 : kernel->step;
     const int vectors = (int)(product->panel_bytes / 64), groups = product->groups, together = product->together;
-    const size_t scale_bytes = linear->kind >= FACTORED ? sizeof(uint8_t) : sizeof(uint16_t);
+    const size_t scale_bytes = linear->kind == FACTORED || linear->kind == MXFP4 ? sizeof(uint8_t) : sizeof(uint16_t);
     const size_t supers = linear->factors ? (size_t)(linear->k / SUPER_GROUP) * 2 * GEMM_COLUMNS : 0;
     const char *ahead = NULL;
     if (blocks > 1 && (next->product != product || next->panel != panel))

@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-enum kind { PAIRS, BYTES, NIBBLES, FACTORED, MXFP4 };
+enum kind { PAIRS, BYTES, NIBBLES, FACTORED, MXFP4, IQ4 };
 
 #define SUPER_GROUP 256 /* elements of a column that share the factors of a FACTORED matrix */
 
@@ -14,7 +14,8 @@ enum kind { PAIRS, BYTES, NIBBLES, FACTORED, MXFP4 };
  *
  * A weight is scale x (number - zero), of a FACTORED matrix, whose numbers are nibbles too, scale x number - minimum.
  * There both are bytes times a factor: GGUF's Q4_K. Nibbles of MXFP4 (OCP Microscaling Formats 1.0) are float4_e2m1: a
- * weight is scale x twice that number, and a scale a power of two, a byte that is its exponent plus 127. */
+ * weight is scale x twice that number, and a scale a power of two, a byte that is its exponent plus 127. Those of IQ4 are one
+ * of 16 numbers of 8 bits: GGUF's IQ4_NL. */
 struct matrix {
     int32_t kind, n, k, group; /* group: 0 for pairs; 32 (FACTORED too), 16, 64 or 128 */
     int32_t width;             /* columns of the output: n, and those of all that are `next` */
@@ -22,7 +23,7 @@ struct matrix {
     float factor;              /* of all scales, a power of two */
     const char *panels;
     const void *scales;      /* [panels][k / group][16]: float16; FACTORED and MXFP4: uint8 */
-    const uint8_t *zeros;    /* as scales, which number stands for 0; NULL: 128 of bytes, 8 of nibbles. FACTORED: minimums; MXFP4: NULL */
+    const uint8_t *zeros;    /* as scales, which number stands for 0; NULL: 128 of bytes, 8 of nibbles. FACTORED: minimums; MXFP4, IQ4: NULL */
     const uint16_t *factors; /* FACTORED: float16 [panels][k / SUPER_GROUP][2][16], of scales and of minimums */
     const float *bias;
     const int32_t *order;      /* which element of a row meets each column of W; NULL: the same. Not for pairs */

@@ -138,11 +138,11 @@ static void run_products(int32_t kind)
     struct ferrum_linears *linears = ferrum_linears_new();
     const struct matrix matrix = {.kind = kind, .n = n, .k = k, .group = group, .width = n, .factor = 0.5f, .panels = panels,
                                   .scales = kind == MXFP4 ? (void *)zeros : scales, .bias = bias,
-                                  .zeros = kind == MXFP4 ? NULL : zeros,
+                                  .zeros = kind >= MXFP4 ? NULL : zeros,
                                   .factors = kind == FACTORED ? factors : NULL, .mixed = kind == BYTES};
     if (ferrum_linear(linears, &matrix, x, k, ROWS, out, 0, 1))
         exit(1);
-    print((const char *[]){"pairs", "bytes", "nibbles", "factored", "mxfp4"}[kind], 0, out, ROWS * n);
+    print((const char *[]){"pairs", "bytes", "nibbles", "factored", "mxfp4", "iq4"}[kind], 0, out, ROWS * n);
     ferrum_linears_free(linears);
     free(x), free(out), free(panels), free(scales), free(factors), free(zeros), free(bias);
 }
@@ -200,6 +200,7 @@ int main(void)
     run_products(NIBBLES);
     run_products(FACTORED);
     run_products(MXFP4);
+    run_products(IQ4);
     for (int wide = 0; wide <= 1; wide++) {
         run_rows(wide);
         run_attention(kernel, prefill, wide, 0, 0, 0.0f);

@@ -254,6 +254,8 @@ def integers(bits, group, kind):
         return Integers(bits, numbers, scales, least, factors)
     scales = torch.rand(groups, generator=generator).half()
     scales[5], scales[6, 0], scales[7] = 6e-8, 65504.0, -scales[7]
+    if kind == "iq4":
+        return Integers(bits, numbers, scales, code=Code.IQ4)
     zeros = torch.randint(0, (1 << bits) + (bits == 4), groups, generator=generator).to(torch.uint8)  # GPTQ's reach 16
     if kind == "mxfp4":
         exponents = torch.randint(110, 131, groups, generator=generator, dtype=torch.uint8)
@@ -270,6 +272,8 @@ def integers(bits, group, kind):
         (4, 32, "factored"),
         (4, 16, "mxfp4"),
         (4, 32, "mxfp4"),
+        (4, 16, "iq4"),
+        (4, 32, "iq4"),
     ],
 )
 def test_integers_are_multiplied_as_the_numbers_that_they_stand_for(monkeypatch, bits, group, kind):

@@ -142,7 +142,7 @@ def run_portable(folder, compiler, *options, emulator=()):
     has, _, bits = done.stdout.partition("\n")
     assert has == "portable lanes 4 pairs 4 bytes 4 prefill 0"
     # products; tasks by tensors and attention in two dtypes; long spans; rows and recurrence in two dtypes
-    assert bits.count("\n") == 5 + 18 + 3 + 12
+    assert bits.count("\n") == 6 + 18 + 3 + 12
     return bits
 
 

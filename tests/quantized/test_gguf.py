@@ -24,7 +24,7 @@ from ferrum_rpc.models.linear import PlainLinear
 from ferrum_rpc.models.shard import WHOLE
 from ferrum_rpc.models.stored_integers import Integers
 from ferrum_rpc.weights.checkpoint import Checkpoint
-from ferrum_rpc.weights.gguf.integers import FORMATS, integers_of
+from ferrum_rpc.weights.gguf.integers import FORMATS, KNOWN, integers_of
 from tests.quantized.gguf_files import gguf_bytes, read_gguf, text, write_model
 from tests.quantized.make import SAMPLES, SHAPE, TOKENS
 from tests.support.checkpoints import make_model
@@ -94,7 +94,9 @@ def test_integers_of_every_type_are_those_of_the_package(kind):
     """Whatever the bytes. Q6_K's scales are rounded when they are packed; types of other bits are quantized again."""
     _, size = gguf.GGML_QUANT_SIZES[KINDS[kind]]
     blocks = np.random.default_rng(7).integers(0, 256, (6, 8 * size), np.uint8)
-    for first in {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q2_K": (80, 82), "Q6_K": (208,), "Q3_K": (108,)}.get(kind, (0, 2)):
+    for first in {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q2_K": (80, 82), "Q6_K": (208,), "Q3_K": (108,), "IQ4_XS": (0,)}.get(
+        kind, (0, 2)
+    ):
         blocks.reshape(6, 8, size)[..., first + 1] &= 0x3F  # factors from 0 to 2
     decoded = torch.from_numpy(gguf.quants.dequantize(blocks, KINDS[kind])).float()
     if not decoded.isfinite().all():  # bytes of numbers
@@ -103,7 +105,7 @@ def test_integers_of_every_type_are_those_of_the_package(kind):
     made = integers_of(kind, torch.from_numpy(blocks), lambda first, last: decoded[first:last])
     assert made.bits == FORMATS[kind].bits and made.group == FORMATS[kind].group
     assert (made.factors is not None) == FORMATS[kind].factored
-    if kind in ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "MXFP4"):
+    if kind in KNOWN:
         torch.testing.assert_close(made.floats(), decoded, rtol=2e-7, atol=2e-7 * float(decoded.abs().max()))
     else:
         assert error(made.floats(), decoded.double()) < 0.006

@@ -1,8 +1,9 @@
 """Quantized blocks of GGUF as the small integers that our kernel multiplies, without decoding them.
 
-Q4_0, Q8_0, Q4_K, Q6_K and MXFP4 keep their numbers and their scales; Q6_K's scales, a byte times a float16, are rounded
-to float16 (by 2e-4 of themselves at most). The kernel has no numbers of 2, 3 and 5 bits, nor minimums of other groups
-than Q4_K's: such matrices are decoded and quantized to 8 bits in groups of 32. Layouts: llama.cpp's ``ggml-common.h``.
+Q4_0, Q8_0, Q4_K, Q6_K, IQ4 and MXFP4 keep their numbers and their scales; those of Q6_K and IQ4_XS, a byte times a
+float16, are rounded to float16 (by 2e-4 of themselves at most). The kernel has no numbers of 2, 3 and 5 bits, nor
+minimums of other groups than Q4_K's: such matrices are decoded and quantized to 8 bits in groups of 32. Layouts:
+llama.cpp's ``ggml-common.h``.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ FORMATS: Final = {
     "Q4_K": IntegerFormat(4, 32, zeroed=True, factored=True),
     "Q6_K": IntegerFormat(8, 16),
     "MXFP4": IntegerFormat(4, 32, code=Code.MXFP4),
+    **dict.fromkeys(("IQ4_NL", "IQ4_XS"), IntegerFormat(4, 32, code=Code.IQ4)),
     **dict.fromkeys(("Q8_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q5_K"), IN_BYTES),
 }
 """By the name of the type. Others are decoded to floats."""
@@ -33,7 +35,7 @@ FORMATS: Final = {
 
 def integers_of(kind: str, blocks: Tensor, decode: DecodeRows) -> Integers:
     """The matrix whose rows are the ``blocks`` uint8 [n, bytes] of a type of `FORMATS`."""
-    known = {"Q4_0": _q4_0, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q6_K": _q6_k, "MXFP4": _mxfp4}.get(kind)
+    known = KNOWN.get(kind)
     return _in_bytes(blocks, decode) if known is None else known(blocks)
 
 
@@ -81,6 +83,22 @@ def _mxfp4(blocks: Tensor) -> Integers:
     return Integers(4, _nibbles(grouped[..., 1:]), grouped[..., 0].contiguous(), code=Code.MXFP4)
 
 
+def _iq4_nl(blocks: Tensor) -> Integers:
+    """As `_q4_0`, of another code."""
+    return _q4_0(blocks)._replace(code=Code.IQ4)
+
+
+def _iq4_xs(blocks: Tensor) -> Integers:
+    """A float16; eight scales of 6 bits, 32 of which is 0: the high two of each in two bytes, the low four in four; and
+    `_nibbles` of eight groups."""
+    grouped = blocks.reshape(len(blocks), -1, 136)
+    places, low = torch.arange(8), grouped[..., 4:8].repeat_interleave(2, -1)
+    high = grouped[..., 2:4].repeat_interleave(4, -1) >> places % 4 * 2
+    scales = ((low >> places % 2 * 4 & 15) | (high & 3) << 4).to(torch.float32) - 32
+    scales *= _halves(grouped[..., :2]).to(torch.float32)
+    return Integers(4, _nibbles(grouped[..., 8:].reshape(len(blocks), -1, 16)), scales.flatten(1), code=Code.IQ4)
+
+
 def _in_bytes(blocks: Tensor, decode: DecodeRows) -> Integers:
     """Decoded and quantized a second time, in groups of 32: their largest magnitude over 127."""
     numbers, scales = list[Tensor](), list[Tensor]()
@@ -104,3 +122,10 @@ def _nibbles(packed: Tensor) -> Tensor:
 def _halves(pairs: Tensor) -> Tensor:
     """uint8 [.., 2 n] as float16 [.., n]."""
     return pairs.contiguous().view(torch.float16)
+
+
+KNOWN: Final[dict[str, Callable[[Tensor], Integers]]] = {
+    **{"Q4_0": _q4_0, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q6_K": _q6_k},
+    **{"MXFP4": _mxfp4, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs},
+}
+"""Types of `FORMATS` that keep their numbers."""
