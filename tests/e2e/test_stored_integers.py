@@ -16,8 +16,15 @@ from tests.support.serving import serve_model
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
-@pytest.mark.parametrize("kind", ["gptq-4", "gguf-q4_k_m"])  # columns in an order of their own; parts of several kinds
-async def test_a_server_holds_what_the_file_stores(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("gptq-4", "gptq"),  # columns in an order of their own
+        ("gguf-q4_k_m", "q4_k,q6_k,q5_0,q8_0"),  # parts of several kinds
+        ("ct-w4a16-mxfp4", "compressed-tensors"),
+    ],
+)
+async def test_a_server_holds_what_the_file_stores(kind: str, told: str) -> None:
     made_or_skip(PairFactory)
     pytest.importorskip("gguf")
     config = ModelSettings(str(SAMPLES / kind), device="cpu", kv_blocks=64)
@@ -31,7 +38,7 @@ async def test_a_server_holds_what_the_file_stores(kind: str) -> None:
         ExecutorClient(other.target) as unlike,
     ):
         about, theirs = await client.info(), await unlike.info()
-        assert about.model.weight_dtype == {"gptq-4": "gptq"}.get(kind, "q4_k,q6_k,q5_0,q8_0")
+        assert about.model.weight_dtype == told
         assert theirs.model.weight_dtype == "bfloat16"
         assert about.limits.exact_span_tokens == 32
         async with client.sequence() as whole, client.sequence() as pieces, unlike.sequence() as elsewhere:

@@ -336,6 +336,21 @@ def test_every_number_of_mxfp4_is_exact_with_every_exponent(monkeypatch):
     assert torch.equal(matrix.floats()[:253].double(), weight[:253])
 
 
+def test_every_number_of_iq4_is_exact(isa):
+    """Sums of rows and weights that are whole numbers are."""
+    numbers = torch.arange(32, dtype=torch.uint8).repeat(16, 1) % 16
+    numbers[:, 16:] = torch.arange(16, dtype=torch.uint8)[:, None]
+    made = made_or_skip(lambda: StoredFactory(Workspace()))(
+        Integers(4, numbers, torch.ones(16, 1).half(), code=Code.IQ4), None
+    )
+    iq4 = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]  # of ggml-common.h
+    weight = torch.tensor(iq4, dtype=torch.float64)[numbers.int()]
+    x = torch.randint(-126, 127, (60, 32), generator=torch.Generator().manual_seed(0)).double()
+    x[:, 0] = 127
+    assert torch.equal(made.exact(x.to(BF16)).double(), x @ weight.T)
+    assert torch.equal(made.rows(torch.arange(16)).double(), weight)
+
+
 @pytest.mark.parametrize("kind", [PairFactory, ByteFactory, NibbleFactory])
 def test_rows_of_a_packed_matrix_are_what_it_multiplies(kind):
     """What the embedding is looked up in, where the head is the same table."""
