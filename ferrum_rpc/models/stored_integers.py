@@ -96,7 +96,7 @@ class Integers(NamedTuple):
     def extremes(self) -> Tensor:
         """What is finite if all weights can be."""
         if self.code is Code.MXFP4:
-            return powers_of_two(self.scales).mul_(max(self.code.value))
+            return powers_of_two(self.scales.amax()).mul_(max(self.code.value))
         return self.scales if self.factors is None else self.factors
 
     def regrouped(self, group: int) -> Integers:
