@@ -30,8 +30,8 @@ from ferrum_rpc.models.spec import ModelSpec
 
 SHAPES: Final[dict[str, dict[str, Any]]] = json.loads((ROOT / "benchmarks" / "shapes.json").read_text("utf-8"))
 """Configurations: of https://huggingface.co/Qwen/Qwen3-0.6B and Qwen3-8B, of the text part of Qwen3.5-0.8B, of
-two layers with experts of DeepSeek-V2-Lite behind its dense one, and of
-Qwen3's architecture at a size that a test can afford."""
+two layers with experts of DeepSeek-V2-Lite behind its dense one, of three layers of Qwen3-30B-A3B, and of Qwen3's
+architecture at a size that a test can afford."""
 
 IDENTITY: Final = "identity"
 BUILT_IN: Final = (IDENTITY, "demo")

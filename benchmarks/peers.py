@@ -1,7 +1,7 @@
 """`make bench-peers`: ours beside every other engine that runs on this machine, one peer at a time, in one run.
 
 Like beside like: a peer with weights in 8 or 4 bits is measured against ours with as many, the others against bfloat16.
-``--model qwen3.5-0.8b`` is a model with recurrent layers.
+``--model qwen3.5-0.8b`` is a model with recurrent layers, ``qwen3-30b-a3b-3`` one with experts.
 
 A peer that needs packages of its own has them in an environment of its own, ``.venv-peers/NAME``, made from
 ``benchmarks/environments/NAME.txt``. Each gets the same weights and the same tokens as our server, and its rounds

@@ -112,6 +112,22 @@ def test_a_file_for_llama_cpp_has_the_recurrent_layers_as_its_converter_writes_t
         write(write_checkpoint(tmp_path / "shared", HYBRID | {"linear_num_value_heads": 4}), file, "bf16")
 
 
+def test_a_file_for_llama_cpp_has_all_experts_of_a_layer_in_one_tensor(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    shape = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 12, "num_hidden_layers": 1}
+    folder, file = write_checkpoint(tmp_path, SHAPES["qwen3-30b-a3b-3"] | shape | {"vocab_size": 64}), tmp_path / "file"
+    write(folder, file, "bf16")
+    reader = gguf.GGUFReader(file)
+    tensors, theirs = {each.name: each for each in reader.tensors}, load_file(folder / "model.safetensors")
+    stack = tensors["blk.0.ffn_down_exps.weight"]
+    assert stack.shape.tolist() == [32, 64, 12] and tensors["blk.0.ffn_gate_inp.weight"].data.dtype == np.float32
+    numbers = (np.asarray(stack.data).view(np.uint16).reshape(12, 64, 32).astype(np.uint32) << 16).view(np.float32)
+    for expert in (0, 2, 11):  # in the order of their numbers, not of their names
+        held = theirs[f"model.layers.0.mlp.experts.{expert}.down_proj.weight"].float().numpy()
+        assert np.array_equal(numbers[expert], held)
+    assert reader.fields["qwen3moe.expert_used_count"].contents() == 8
+
+
 def test_another_shape_is_a_run_of_its_own_without_targets(tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "Client", SimpleNamespace(open=lambda *_: nullcontext(Scripted(REFERENCE))))
     monkeypatch.setattr(peers, "PeerProcess", SimpleNamespace(open=lambda kind, *_: nullcontext(Scripted(kind.name))))

@@ -1,23 +1,24 @@
-"""A checkpoint of ours (Qwen3, Qwen3.5) as a GGUF file, in bfloat16 or a quantized type: the same numbers for
-llama.cpp.
+"""A checkpoint of ours (Qwen3, with experts too, Qwen3.5) as a GGUF file, in bfloat16 or a quantized type: the same
+numbers for llama.cpp.
 
 llama.cpp's own converter wants a tokenizer and there is none: the file says so, and names the vocabulary's size.
-Norms and convolutions stay float32, as that converter has them; q and k are not permuted in these architectures. Value
-heads would be, if several shared a key head.
+Norms, convolutions and routers stay float32, as that converter has them; q and k are not permuted in these
+architectures. Value heads would be, if several shared a key head.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-ARCHITECTURES: Final = {"qwen3": "qwen3", "qwen3_5_text": "qwen35"}
+ARCHITECTURES: Final = {"qwen3": "qwen3", "qwen3_moe": "qwen3moe", "qwen3_5_text": "qwen35"}
 """What llama.cpp calls a ``model_type``."""
 
 Floats = npt.NDArray[np.float32]
@@ -81,16 +82,21 @@ def write(folder: Path, file: Path, kind: str) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     if name == "qwen35":
         add_recurrence(writer, config)
+    if name == "qwen3moe":
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("none")
     with safe_open(folder / "model.safetensors", framework="pt") as weights:
-        for each in weights.keys():  # noqa: SIM118 - no mapping
-            values = weights.get_tensor(each).to(torch.float32).numpy()
+        for each, parts in stacked(weights.keys(), config.get("num_experts", 0)).items():
+            read = [weights.get_tensor(part).to(torch.float32).numpy() for part in parts]
+            values = np.stack(read) if len(read) > 1 else read[0]
             if name == "qwen35":
                 values = of_qwen35(each, values)
             to = names.get_name(each.replace(".dt_bias", ".dt_proj.bias"), (".weight", ".bias"))
             assert to is not None, each
-            if values.ndim == 1 or "conv1d" in each:
+            if values.ndim == 1 or "conv1d" in each or each.endswith("mlp.gate.weight"):
                 writer.add_tensor(to, values.astype(np.float32))
             else:
                 writer.add_tensor(to, quantize(values, matrix), raw_dtype=matrix)
@@ -98,6 +104,18 @@ def write(folder: Path, file: Path, kind: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def stacked(names: Iterable[str], experts: int) -> dict[str, list[str]]:
+    """The tensors of a file, and those of the checkpoint that each is: one for all experts of a layer."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(re.sub(r"(\.experts)\.\d+", r"\1", name), []).append(name)
+    for parts in found.values():
+        parts.sort(key=lambda part: [int(each) for each in re.findall(r"\d+", part)])
+        if len(parts) not in {1, experts}:
+            raise ValueError(f"{parts[0]}: {len(parts)} of {experts} experts")
+    return found
 
 
 def add_recurrence(writer: Any, config: Mapping[str, Any]) -> None:
