@@ -47,7 +47,7 @@ EVERY_KERNEL = (
     "or (have_the_same_bits and not (2112 or 4160)) or lie_apart or what_is_no_number or new_tokens "
     "or short_and_long or odd_width or (head_and_block and -any) or (eight_bit_mixes and 48-None-5.0-torch.bfloat16) "
     "or (key_that_is_no and 20-None) or (soft and (avx2-ByteFactory-auto or avx512-Pair or amx-Pair)) "
-    "or (c_draws and not 33000) or (each_alone and native) or product_of_any_size or stand_for or mxfp4 "
+    "or (c_draws and not 33000) or (each_alone and native) or product_of_any_size or stand_for or every_number "
     "or (single_tokens and amx and recurrent) or few_on_any "
     "or (are_those_of_torch and not (portable-torch.float32 or avx2-torch.bfloat16)) or products_of_heads"
 )
