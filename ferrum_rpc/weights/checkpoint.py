@@ -31,6 +31,8 @@ from ferrum_rpc.weights.safetensors_file import read_entries
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+LONGEST_NAME: Final = 255
+"""Bytes of a file's name, which file systems allow."""
 MAX_JSON_BYTES = 64 << 20
 GGUF = ".gguf"
 PART = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.gguf", re.IGNORECASE)
@@ -257,7 +259,8 @@ def _sharded(folder: Path, index: dict[str, Any]) -> dict[str, TensorEntry]:
 
 
 def _is_plain(name: str) -> bool:
-    return bool(name) and name.isprintable() and not name.startswith(".") and not set(name) & set('/\\:*?"<>|')
+    plain = name.isprintable() and not name.startswith(".") and not set(name) & set('/\\:*?"<>|')
+    return plain and 0 < len(name.encode()) <= LONGEST_NAME
 
 
 def inside(folder: Path, name: str, also: Path | None = None) -> Path | None:

@@ -12,7 +12,11 @@ from tests.faults.figures import Figures, exactly
 from tests.faults.sizes import Size
 from tests.support.process import ROOT, environment
 
-FUZZ: Final = ("tests/unit/test_weights_fuzz.py", "tests/quantized/test_formats.py", "tests/quantized/test_gguf.py")
+FUZZ: Final = (
+    "tests/unit/test_weights_fuzz.py",
+    "tests/quantized/test_formats.py::test_mutated_tensors_end_in_typed_errors_or_are_multiplied",
+    "tests/quantized/test_gguf.py::test_mutated_files_end_in_typed_errors_or_load",
+)
 CONFIGURATIONS: Final = ("tests/numerics/test_config_keys.py", "tests/unit/test_weights_checkpoint.py")
 
 

@@ -200,6 +200,7 @@ def test_broken_json_is_named(copy, content):
     [
         *("../evil.safetensors", "/etc/passwd", "sub/a.safetensors", "..", ".", "", "a\\b.safetensors"),
         *("a\0.safetensors", "C:x.safetensors", ".hidden.safetensors", "model.bin", 7, None, ["model.safetensors"]),
+        pytest.param("9" * 5000 + ".safetensors", id="too long for a file system"),
     ],
 )
 def test_an_index_cannot_name_a_path(copy, shard):
