@@ -31,7 +31,7 @@ from ferrum_rpc.weights.safetensors_file import read_entries
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-LONGEST_NAME: Final = 255
+LONGEST_NAME = 255
 """Bytes of a file's name, which file systems allow."""
 MAX_JSON_BYTES = 64 << 20
 GGUF = ".gguf"
