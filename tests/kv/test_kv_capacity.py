@@ -35,28 +35,6 @@ def test_a_later_promise_replaces_the_earlier_and_zero_gives_all_back():
         assert len(w.spares(A)) == spares and w.kv.free_blocks == 11 - spares
 
 
-def test_a_promise_that_cannot_be_kept_is_not_made():
-    w = world(usable=4).wrote(A, 5).promised(A, 4)
-    with w.exhausted(2, 1):
-        w.kv.ensure_capacity(A, 12)
-
-
-def test_the_copy_of_a_shared_tail_counts():
-    w = world().wrote(A, 6).forked(A, B).promised(A, 1).promised(B, 1)
-    assert [len(w.spares(sequence)) for sequence in (A, B)] == [1, 1]
-    w.full()
-    assert [len(w.write(sequence, 1).copies) for sequence in (A, B)] == [1, 0]
-    w.check()
-
-
-def test_a_spare_for_a_copy_that_is_not_needed_any_more_goes_back():
-    w = world().wrote(A, 6).forked(A, B).promised(A, 5)
-    assert len(w.spares(A)) == 2
-    w.release(B)
-    w.write(A, 1)
-    assert (len(w.spares(A)), w.kv.free_blocks) == (1, 9)
-
-
 @pytest.mark.parametrize("end", ["write", "truncate"])
 def test_a_spare_for_a_fork_that_went_its_own_way_goes_back_when_the_step_is_over(end):
     w = world().wrote(A, 6).promised(A, 2).forked(A, B)
@@ -64,17 +42,6 @@ def test_a_spare_for_a_fork_that_went_its_own_way_goes_back_when_the_step_is_ove
     w.write(B, 1) if end == "write" else w.truncate(B, 4)
     w.kv.trim_spares()
     assert w.spares(A) == []
-
-
-def test_a_fork_of_a_promised_sequence_keeps_the_promise():
-    w = world().wrote(A, 6).promised(A, 2)
-    assert w.spares(A) == []
-    w.fork(A, B)
-    assert len(w.spares(A)) == 1 and w.spares(B) == []
-    w.full()
-    with pytest.raises(KvBlocksExhausted):
-        w.write(B, 1)
-    w.wrote(A, 2).check()
 
 
 @pytest.mark.parametrize(
@@ -111,13 +78,6 @@ def test_a_hold_behind_a_promise_takes_copies_of_what_a_fork_shares_between_them
         w.finish(w.reserve(A, 3, 1, hold=1))
         assert w.kv.free_blocks == 0
         w.wrote(A, 1).check()
-
-
-def test_what_a_fork_took_for_a_promise_goes_back_with_the_fork():
-    w = world().wrote(A, 8).promised(A, 8).wrote(A, 8).forked(A, B)
-    assert (len(w.spares(A)), w.kv.free_blocks) == (2, 6)
-    w.release(B)
-    assert (w.spares(A), w.kv.free_blocks) == ([], 8)
 
 
 @pytest.mark.parametrize(

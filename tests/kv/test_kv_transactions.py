@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from ferrum_rpc.core import CacheState
-from ferrum_rpc.errors import ExecutorError, KvBlocksExhausted, TruncateBeyondLength
+from ferrum_rpc.errors import ExecutorError, TruncateBeyondLength
 from ferrum_rpc.kv.manager import KvManager
 from ferrum_rpc.kv.pool import CacheCorrupt
 from ferrum_rpc.kv.sequence import KvMisuse
 from ferrum_rpc.kv.table import slots_for
 from tests.support.inside import free_list, pool_of, sequences
-from tests.support.kv_world import World, everything, owned_slots
+from tests.support.kv_world import World, everything
 
 A, B, C, D = 1, 2, 3, 4
 
@@ -65,13 +65,6 @@ def test_release_and_reset_give_everything_back():
     w.kv.check()
 
 
-def test_a_slot_is_owned_up_to_the_length_of_its_sequence():
-    w = world().wrote(A, 6).forked(A, B, 5).promised(A, 20)
-    owned = owned_slots(w.kv)
-    assert owned.shape == (9 * 4,) and owned.dtype == np.bool_
-    assert np.flatnonzero(owned).tolist() == slots_for(np.array(w.blocks(A), np.int32), 0, 6, 4).tolist()
-
-
 # --- sharing --------------------------------------------------------------------------------------------------------
 
 
@@ -99,34 +92,6 @@ def test_of_a_block_that_is_shared_what_stays_is_copied_once(*, length, more, st
     w.finish(write)
     w.check()
     assert w.write(B, 1).copies == w.write(A, 1, start=start).copies == (), "the last holder writes in place"
-    w.check()
-
-
-@pytest.mark.parametrize("first_ends", ["commit", "rollback"])
-@pytest.mark.parametrize("second_ends", ["commit", "rollback"])
-def test_forks_that_end_differently_do_not_disturb_each_other(first_ends, second_ends):
-    w = world().wrote(A, 6).forked(A, B)
-    tail = w.blocks(A)[1]
-    first, second = w.reserve(A, 6, 1), w.reserve(B, 5, 3)
-    for write in (first, second):  # for the second too, though its table is the only one that has the block
-        assert [source for source, _ in write.reservation.copies] == [tail]
-    w.run(first, second)
-    getattr(w, first_ends)(first)
-    w.check(pinned={B})
-    w.check_forward(second)
-    getattr(w, second_ends)(second)
-    w.check()
-
-
-def test_a_copy_source_outlives_the_release_of_its_other_holder():
-    w = world(usable=3).wrote(A, 6).forked(A, B)
-    write = w.reserve(A, 6, 1)
-    w.release(B)
-    assert w.kv.free_blocks == 0
-    with pytest.raises(KvBlocksExhausted):
-        w.reserve(C, 0, 1, create=True)
-    w.finish(write)
-    assert w.kv.free_blocks == 1
     w.check()
 
 
