@@ -311,7 +311,7 @@ def mutate(rng: random.Random, tensors: dict[str, torch.Tensor]) -> None:
     match rng.randrange(7):
         case 0:
             flat = tensor.contiguous().view(-1).view(torch.uint8)
-            first = rng.randrange(len(flat))
+            first = rng.randrange(max(1, len(flat)))  # an earlier change may have taken all
             part = flat[first : first + rng.choice((1, 8, len(flat)))]
             part.copy_(torch.tensor([*rng.randbytes(len(part))], dtype=torch.uint8))
             tensors[name] = flat.view(tensor.dtype).view(tensor.shape)
