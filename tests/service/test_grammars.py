@@ -153,26 +153,6 @@ async def test_truncation_forks_drafts_and_chunks_need_no_rule_of_their_own(serv
     assert watched.rows > 40
 
 
-async def test_a_moved_and_a_rebuilt_sequence_goes_on_as_it_would_have(served, client, watched):
-    async with serve_model(DEMO) as second, ExecutorClient(second.target) as other:
-        there = Watched(second.runner)
-        grammar = await register(client, watched)
-        assert await register(other, there) == grammar
-        output = Sample(1.0, seed=5, grammar=grammar, grammar_from=len(PROMPT))
-        async with client.sequence(keep_tokens=True) as sequence, client.sequence() as plain:
-            text = await text_of(plain, output, PROMPT)
-            await sequence.prefill([*PROMPT, *text[:6]], output)
-            target = other.sequence(keep_tokens=True)
-            await sequence.move_to(target)
-            assert (await target.decode(text[6], output)).token == text[7]
-            answer = await target.rebuild(output=output)
-            assert answer.token == text[7]
-            found = [token async for token in target.generate([text[7]], output=output)]
-            assert [*text[:8], *found] == text[:-1]
-            await target.release()
-        assert there.rows > 10
-
-
 async def test_a_replay_needs_no_grammar_and_a_duplicate_gets_the_same_tokens(served: Served) -> None:
     async with ExecutorClient(served.target) as client:
         grammar = await register(client)

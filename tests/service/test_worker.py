@@ -123,29 +123,6 @@ async def test_a_prompt_may_be_a_text(served: Served, worker: Working) -> None:
     assert list(by_text.complete.output_ids) == ids(await alone(served, Greedy()))
 
 
-OUTPUTS: dict[str, tuple[dict[str, Any], Sample]] = {
-    "seed": ({"temperature": 0.9, "seed": 5}, Sample(0.9, seed=5)),
-    "a negative seed": ({"temperature": 0.9, "seed": -5}, Sample(0.9, seed=2**64 - 5)),
-    "filters": (
-        {"temperature": 1.5, "top_k": 20, "top_p": 0.75, "min_p": 0.125, "seed": 1},
-        Sample(1.5, 20, 0.75, 0.125, seed=1),
-    ),
-    "penalties": (
-        {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.25},
-        Sample(0.0, presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=1.25, penalty_from=len(PROMPT)),
-    ),
-    "biases": ({"logit_bias": {32: -100.0, 101: 2.0}}, Sample(0.0, bias=((32, -100.0), (101, 2.0)))),
-}
-
-
-@pytest.mark.parametrize("name", OUTPUTS)
-async def test_what_a_request_asks_of_its_tokens_is_the_clients_output(served, worker, name):
-    sampling, output = OUTPUTS[name]
-    [found] = await worker.generate(request(**{"temperature": 0.0, **sampling}))
-    assert list(found.complete.output_ids) == ids(await alone(served, output))
-    assert list(found.complete.output_ids) != ids(await alone(served, Greedy()))
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_several_texts_of_a_prompt_have_their_own_seeds(served: Served, worker: Working, stream: bool) -> None:
     messages = await worker.generate(request(n=3, seed=7, temperature=0.9, stream=stream))
@@ -376,33 +353,6 @@ async def test_without_an_executor_texts_fail_as_unavailable_and_the_worker_is_n
 
 
 # --- fleets and drains ------------------------------------------------------------------------------------------------
-
-
-async def test_texts_survive_a_killed_executor_unchanged() -> None:
-    async with (
-        serving(model="demo") as first,
-        serving(model="demo") as second,
-        working(first.target, second.target) as worker,
-    ):
-        # At most 32 tokens: longer prompts have other bits in bfloat16 if a part of them is cached.
-        prompts = [[*PROMPT[:24], *f"{number} ".encode()] for number in range(12)]
-        made = [
-            request(prompt=prompt, max_tokens=120, name=str(number), seed=number, temperature=0.8, ignore_eos=True)
-            for number, prompt in enumerate(prompts)
-        ]
-        expected = [list((await worker.generate(each))[0].complete.output_ids) for each in made]
-        for each in made:
-            each.stream = True
-        calls = [aiter(worker.engine.Generate(each)) for each in made]
-        texts = [list((await anext(call)).chunk.token_ids) for call in calls]
-        await first.kill()
-
-        async def rest(number: int) -> None:
-            async for each in calls[number]:
-                texts[number] += each.chunk.token_ids
-
-        await asyncio.gather(*map(rest, range(12)))
-        assert texts == expected
 
 
 async def test_a_drain_serves_what_was_begun_and_refuses_the_rest(served: Served) -> None:
