@@ -7,9 +7,7 @@ INTERNAL_ERROR, nobody knows, the same request again finds out; a dead process o
 
 from __future__ import annotations
 
-import asyncio
 import random
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -166,7 +164,6 @@ class ScriptedClient:
         """A second sequence of what the first has in the cache, exported and imported."""
         name = self._id()
         for _ in range(ATTEMPTS):
-            free = (await self._status()).free_blocks
             try:
                 frames = await exported(self._client, one.handle, chunk_tokens=4)
                 answer = await imported(self._client, header(frames[0].layout, name), *as_import(frames))
@@ -177,8 +174,6 @@ class ScriptedClient:
                     raise Gone from error
                 if refusal.reason not in (Reason.INTERNAL_ERROR, Reason.STEP_FAILED):
                     raise
-                if refusal.reason is Reason.STEP_FAILED and (left := await self._free_again(free)):
-                    self._counts.wrong.append(f"a move that failed holds {left} blocks")
                 continue
             self._held.append(Held(self._once(answer.handle, len(one.tokens), 1), list(one.tokens)))
             return
@@ -217,14 +212,6 @@ class ScriptedClient:
             else:
                 break
         raise AssertionError(f"{method} is refused for good: {error}")
-
-    async def _free_again(self, blocks: int) -> int:
-        """Wait until as many are free as before a failed move, whose copy and import go when its streams have ended;
-        how many are not."""
-        over = time.monotonic() + FREED_WITHIN_S
-        while (free := (await self._status()).free_blocks) < blocks and time.monotonic() < over:  # noqa: ASYNC110 - it must ask
-            await asyncio.sleep(0.01)
-        return blocks - free
 
     async def _were_late(self, blocks: int) -> bool:
         """Whether so many blocks became free because the server retried frees of its own: an export's copy goes when

@@ -145,6 +145,8 @@ async def test_nothing_that_a_caller_sends_makes_a_series(served: Served) -> Non
         await trouble(1)
         before = await scrape()
         await asyncio.gather(*(trouble(number) for number in range(2, 21)))
+        count = served.server.calls.methods[f"{SERVICE}/Decode"]
+        await until(lambda: sum(count.codes.values()) == 40)  # a call is counted when its caller has been answered
         after = await scrape()
     assert set(after) == set(before)
     assert value(after, "ferrum_rpcs_total", method=f"{SERVICE}/Decode", code="NOT_FOUND") == 20
