@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any, Final
 
 import grpc
@@ -206,7 +207,10 @@ class ScriptedClient:
             elif error.reason is Reason.STEP_FAILED:
                 after = (await self._status()).free_blocks
                 if after != free and not await self._were_late(after - free):
-                    self._counts.wrong.append(f"{method}: {free} free blocks before it failed, {after} after")
+                    late = self._late()[self._late_seen :]
+                    text = f"{method}: {free} free blocks before it failed, {after} after; freed late: {late}"
+                    self._counts.wrong.append(text)
+                free = after  # what is explained once is not asked of the next attempt too
             elif error.reason in (Reason.DEVICE_LOST, Reason.TRANSPORT):
                 raise Gone
             else:
@@ -215,11 +219,12 @@ class ScriptedClient:
 
     async def _were_late(self, blocks: int) -> bool:
         """Whether so many blocks became free because the server retried frees of its own: an export's copy goes when
-        its stream has ended, and nobody can name it. Each such free explains one growth, and only its own blocks."""
+        its stream has ended, and nobody can name it. Each such free explains one growth, and only its own blocks.
+        Those before the growth and those behind it are in the log as well by now."""
 
         def explained() -> bool:
             late = self._late()[self._late_seen :]
-            return any(sum(late[first:]) == blocks for first in range(len(late)))
+            return any(sum(late[first:last]) == blocks for first, last in combinations(range(len(late) + 1), 2))
 
         try:
             await until(explained, FREED_WITHIN_S)
