@@ -6,13 +6,9 @@ from collections.abc import Sequence
 
 from ferrum_rpc.errors import InvalidRequest, NotSupported, counted
 from ferrum_rpc.models.families import DeepSeekExperts, GptOssExperts, QwenExperts
-from ferrum_rpc.models.fields import Fields
+from ferrum_rpc.models.fields import MAX_EXPERTS, Fields
 from ferrum_rpc.models.parts.clamped import Clamped
 from ferrum_rpc.models.parts.experts import Experts, Routing
-
-MAX_EXPERTS = 4096
-"""Of a layer: more is a broken file."""
-
 
 COUNTS = "num_experts", "num_local_experts"
 """Names of how many there are: the classes of Qwen3 and gpt-oss in transformers read either, and write the second."""
@@ -73,6 +69,7 @@ def _gpt_oss(config: Fields, family: GptOssExperts, hidden: int, activation: str
     count = _count(config, COUNTS, family.count)
     chosen = config.integer("num_experts_per_tok", family.chosen)
     _check_chosen(chosen, count)
+    apart = config.flag("gate_up_apart", False)  # of GGUF files, whose converter divides the module of both
     gate = Clamped(config.number("swiglu_limit", family.gate.limit), config.number("swiglu_alpha", family.gate.slope))
     return Experts(
         hidden,
@@ -82,7 +79,7 @@ def _gpt_oss(config: Fields, family: GptOssExperts, hidden: int, activation: str
         0,
         Routing("softmax", chosen, normed=True),
         router_name="mlp.router",
-        names=("gate_up_proj",),
+        names=("gate_proj", "up_proj") if apart else ("gate_up_proj",),
         bias=True,
     )
 

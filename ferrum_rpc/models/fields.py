@@ -16,6 +16,9 @@ T = TypeVar("T")
 LARGEST: Final = 2**31 - 1
 """No integer of a configuration is larger."""
 
+MAX_EXPERTS: Final = 4096
+"""Of a layer: more is a broken file."""
+
 WIDEST: Final = 1e30
 """No number is farther from 1, in either direction: nothing computed from a few of them overflows float64."""
 

@@ -221,7 +221,7 @@ def test_blocks_count_as_bfloat16_and_are_told_by_their_types():
         (
             {"general.architecture": "rwkv7"},
             NotSupported,
-            "'rwkv7' is not supported in GGUF; supported: llama, qwen2, qwen3, qwen35, gemma",
+            "'rwkv7' is not supported in GGUF; supported: llama, qwen2, qwen3, qwen35, qwen3moe, qwen35moe",
         ),
         ({"general.architecture": None}, NotSupported, "general.architecture"),
         ({"general.architecture": 7}, InvalidRequest, "general.architecture must be a string"),

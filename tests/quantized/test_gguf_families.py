@@ -12,8 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ferrum_rpc.engine.assembly.loading import read_spec
+from ferrum_rpc.engine.assembly.loading import read_spec, stored_parts
 from ferrum_rpc.errors import InvalidRequest, NotSupported
+from ferrum_rpc.models.parts.experts import Experts
+from ferrum_rpc.models.shard import WHOLE
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.weights.checkpoint import Checkpoint
 from tests.quantized.gguf_files import gguf_bytes, read_gguf
@@ -33,7 +35,7 @@ def test_logits_are_those_of_the_model_that_was_converted(name):
     assert error(logits(FOLDER / f"{name}.gguf", TOKENS), expected) < 5e-6
 
 
-@pytest.mark.parametrize("name", ["gemma3", "glm4"])
+@pytest.mark.parametrize("name", ["gemma3", "glm4", "qwen3moe"])
 def test_transformers_gets_the_same_model(name):
     expected = load_file(FOLDER / f"{name}.safetensors")["logits"].double()
     assert error(logits(FOLDER / f"{name}.gguf", TOKENS, model_backend="hf"), expected) < 5e-6
@@ -100,6 +102,11 @@ def test_what_newer_files_say_of_windows_is_read(tmp_path):
         ("qwen35", {"qwen35.nextn_predict_layers": 4}, InvalidRequest, "nextn_predict_layers"),
         ("glm4", {"glm4.rope.dimension_sections": [1, 1, 2, 0]}, NotSupported, "dimension_sections"),
         ("cohere2", {"cohere2.logit_scale": None}, InvalidRequest, "logit_scale is missing"),
+        ("qwen3moe", {"qwen3moe.expert_count": 3}, InvalidRequest, r"_exps\.weight': \[4, 32, 32\] for 3 experts"),
+        ("qwen3moe", {"qwen3moe.expert_count": 4097}, InvalidRequest, "expert_count"),
+        ("qwen3moe", {"qwen3moe.expert_used_count": 5}, InvalidRequest, "num_experts_per_tok 5 exceeds"),
+        ("qwen3moe", {"qwen3moe.expert_shared_feed_forward_length": 32}, NotSupported, "expert_shared_feed_forward"),
+        ("gpt-oss", {"gpt-oss.expert_feed_forward_length": None}, InvalidRequest, "expert_feed_forward_length"),
         ("starcoder2", {"starcoder2.attention.layer_norm_epsilon": None}, InvalidRequest, "layer_norm_epsilon"),
     ],
     ids=str,
@@ -109,31 +116,36 @@ def test_what_an_architecture_cannot_have_is_refused(tmp_path, name, changes, ki
         spec(tmp_path, name, changes)
 
 
-# --- recurrent layers -------------------------------------------------------------------------------------------------
-
-
-def test_a_quantized_file_is_the_plain_one_with_its_numbers(tmp_path):
-    """Its value heads are in another order: whole blocks of columns are moved."""
-    metadata, tensors, _ = read_gguf(FOLDER / "qwen35-tiled.gguf")
-    reader = gguf.GGUFReader(FOLDER / "qwen35-tiled.gguf")
+@pytest.mark.parametrize("name", ["qwen35-tiled", "qwen35moe", "gpt-oss"])
+def test_a_quantized_file_is_the_plain_one_with_its_numbers(tmp_path, name):
+    """Value heads in another order: whole blocks of columns are moved. Experts: each is a part of a tensor."""
+    metadata, tensors, _ = read_gguf(FOLDER / f"{name}.gguf")
+    reader = gguf.GGUFReader(FOLDER / f"{name}.gguf")
     for folder, quantized in (("plain", False), ("quantized", True)):
         made, content = [], b""
-        for (name, shape, kind, _), each in zip(tensors, reader.tensors, strict=True):
+        for (tensor, shape, kind, _), each in zip(tensors, reader.tensors, strict=True):
             numbers, of = each.data, gguf.GGMLQuantizationType(kind)
-            if len(shape) == 2 and shape[0] % 32 == 0:
+            if len(shape) > 1 and shape[0] % 32 == 0 and not tensor.endswith(".bias"):
                 blocks = gguf.quants.quantize(numbers.astype(np.float32), gguf.GGMLQuantizationType.Q8_0)
                 of = gguf.GGMLQuantizationType.Q8_0 if quantized else gguf.GGMLQuantizationType.F32
                 numbers = blocks if quantized else gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0)
-            made.append((name, shape, int(of), len(content)))
+            made.append((tensor, shape, int(of), len(content)))
             content += numbers.tobytes() + bytes(-numbers.nbytes % 32)
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "model.gguf").write_bytes(gguf_bytes(metadata, made, content))
     plain, quantized = (Checkpoint.open(tmp_path / each) for each in ("plain", "quantized"))
     assert sum(each.encoding is not None for each in quantized.entries.values()) > 20
+    held, (layer, *_) = stored_parts(quantized, read_spec(quantized), WHOLE), read_spec(quantized).layers
+    for role in ("gate_up", "down"):
+        named = [f"layers.0.{each}.{role}.weight" for each in range(4)] if isinstance(layer.mlp, Experts) else []
+        assert held.keys() >= {*named}
     expected = dict(plain.tensors(plain.entries, torch.float32))
-    for name, tensor in quantized.tensors(quantized.entries, torch.float32):
-        assert torch.equal(tensor, expected[name]), name
+    for own, numbers in quantized.tensors(quantized.entries, torch.float32):
+        assert torch.equal(numbers, expected[own]), own
     assert error(logits(tmp_path / "quantized", TOKENS), logits(tmp_path / "plain", TOKENS)) < 5e-3
+
+
+# --- recurrent layers -------------------------------------------------------------------------------------------------
 
 
 def test_layers_that_draft_tokens_are_not_read(tmp_path):

@@ -16,8 +16,7 @@ import torch
 
 from ferrum_rpc.errors import InvalidRequest, NotSupported, listed
 from ferrum_rpc.models.decoder import SINGLE, Decoder, ParallelContext
-from ferrum_rpc.models.expert_config import MAX_EXPERTS
-from ferrum_rpc.models.fields import Fields
+from ferrum_rpc.models.fields import MAX_EXPERTS, Fields
 from ferrum_rpc.models.fused_ops import FusedOps
 from ferrum_rpc.models.layout import EMBEDDING, NOTHING_HELD, Held, embedding_name, head_name, held_parts, layout
 from ferrum_rpc.models.linear import LinearFactory, select_linear

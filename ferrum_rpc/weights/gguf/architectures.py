@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ferrum_rpc.errors import InvalidRequest, NotSupported
-from ferrum_rpc.models.fields import Fields
+from ferrum_rpc.models.fields import MAX_EXPERTS, Fields
 
 WHOLE: Final = {
     "token_embd": "model.embed_tokens",
@@ -48,6 +48,16 @@ RECURRENT: Final = {
     "ssm_conv1d": "linear_attn.conv1d",
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
+}
+
+EACH: Final = "*"
+"""In a name: the number of an expert. A file has the matrices of all experts of a layer in one tensor."""
+
+ROUTED: Final = {f"ffn_{each}_exps": f"mlp.experts.{EACH}.{each}_proj" for each in ("gate", "up", "down")}
+EXPERTS: Final = ROUTED | {"ffn_gate_inp": "mlp.gate"}
+SHARED: Final = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    **{f"ffn_{each}_shexp": f"mlp.shared_expert.{each}_proj" for each in ("gate", "up", "down")},
 }
 
 RMS_EPS: Final = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
@@ -138,6 +148,35 @@ def _cohere2(facts: Facts) -> dict[str, Any]:
     return {"logit_scale": facts.fields.number("logit_scale"), **_windows(facts, declared=True)}
 
 
+def _qwen3moe(facts: Facts) -> dict[str, Any]:
+    """llama.cpp norms the weights of this architecture's experts, whatever the configuration said."""
+    return {"norm_topk_prob": True, "moe_intermediate_size": _expert_inner(facts), **_expert_counts(facts)}
+
+
+def _qwen35moe(facts: Facts) -> dict[str, Any]:
+    shared = facts.fields.integer("expert_shared_feed_forward_length")
+    return _qwen35(facts) | _qwen3moe(facts) | {"shared_expert_intermediate_size": shared}
+
+
+def _gpt_oss(facts: Facts) -> dict[str, Any]:
+    """A file does not say whether bounds of yarn's ramp are whole channels, which those of this model are not."""
+    made = _windows(facts, declared=True) | {"intermediate_size": _expert_inner(facts), **_expert_counts(facts)}
+    made["rope_parameters"] = facts.rope | ({"truncate": False} if facts.rope["rope_type"] == "yarn" else {})
+    return made | {"gate_up_apart": True}
+
+
+def _expert_counts(facts: Facts) -> dict[str, Any]:
+    fields = facts.fields
+    return {
+        "num_experts": fields.integer("expert_count", high=MAX_EXPERTS),
+        "num_experts_per_tok": fields.integer("expert_used_count"),
+    }
+
+
+def _expert_inner(facts: Facts) -> int:
+    return facts.fields.integer("expert_feed_forward_length")
+
+
 def _qwen35(facts: Facts) -> dict[str, Any]:
     fields, values = facts.fields, facts.fields.integer("ssm.time_step_rank")
     fields.integers("rope.dimension_sections")  # of images: the positions of a text are equal in all of them
@@ -199,6 +238,24 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3"),
     "qwen35": Architecture(
         "Qwen3_5ForCausalLM", "qwen3_5_text", RECURRENT, shifted=True, partial=True, drafts=True, read=_qwen35
+    ),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", "qwen3_moe", EXPERTS, read=_qwen3moe),
+    "qwen35moe": Architecture(
+        "Qwen3_5MoeForCausalLM",
+        "qwen3_5_moe_text",
+        RECURRENT | EXPERTS | SHARED,
+        shifted=True,
+        partial=True,
+        drafts=True,
+        read=_qwen35moe,
+    ),
+    "gpt-oss": Architecture(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        ROUTED
+        | {"post_attention_norm": "post_attention_layernorm", "attn_sinks.weight": "self_attn.sinks"}
+        | {"ffn_gate_inp": "mlp.router"},
+        read=_gpt_oss,
     ),
     "gemma": Architecture("GemmaForCausalLM", "gemma", shifted=True, biases=_NO_BIASES),
     "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", SANDWICH, shifted=True, biases=_NO_BIASES, read=_gemma2),

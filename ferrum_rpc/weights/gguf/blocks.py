@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -52,20 +52,26 @@ def mapped(entry: TensorEntry) -> Tensor:
     return tensor.view(entry.dtype).view(entry.shape)
 
 
-def tensor_entry(header: Header, file: Path, name: str, info: TensorInfo, change: Change = UNCHANGED) -> TensorEntry:
-    """The entry of a tensor."""
-    kind, gguf, shape = info.kind, library(), change.shape or info.shape
+def stored_bytes(file: Path, name: str, info: TensorInfo) -> int:
+    """Of a tensor. Raises NotSupported for an unknown type."""
+    kind, gguf = info.kind, library()
     try:
         per_block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
     except (ValueError, KeyError):
         raise NotSupported(
             f"{file.name}: tensor {name[:120]!r} is of ggml's type {kind}, not known here", field="model"
         ) from None
-    kind_name = gguf.GGMLQuantizationType(kind).name
     *rows, width = info.shape
     if width % per_block:
         raise broken(file, f"tensor {name[:120]!r}: rows of {width} numbers must be a multiple of {per_block}")
-    nbytes = math.prod(rows) * (width // per_block) * size
+    return math.prod(rows) * (width // int(per_block)) * int(size)
+
+
+def tensor_entry(header: Header, file: Path, name: str, info: TensorInfo, change: Change = UNCHANGED) -> TensorEntry:
+    """The entry of a tensor."""
+    nbytes = stored_bytes(file, name, info)
+    kind, gguf, shape, rows = info.kind, library(), change.shape or info.shape, info.shape[:-1]
+    kind_name = gguf.GGMLQuantizationType(kind).name
     if info.offset + nbytes > header.size:
         raise broken(file, f"truncated: tensor {name[:120]!r} ends after the file's {header.size} bytes")
     if kind in PLAIN and not change.decodes:
@@ -74,7 +80,7 @@ def tensor_entry(header: Header, file: Path, name: str, info: TensorInfo, change
         raise NotSupported(
             f"{file.name}: tensor {name[:120]!r} is {kind_name}, which the package gguf does not decode", field="model"
         )
-    if not rows and per_block > 1:
+    if not rows and gguf.GGML_QUANT_SIZES[kind][0] > 1:
         raise broken(file, f"tensor {name[:120]!r}: {kind_name} is for matrices, and this is a list")
     blocks = TensorEntry(torch.uint8, (info.shape[0], nbytes // info.shape[0]), file, info.offset)
     decode = partial(_decode, kind, change)
@@ -84,6 +90,7 @@ def tensor_entry(header: Header, file: Path, name: str, info: TensorInfo, change
     return TensorEntry(PLAIN.get(kind, COUNTS_AS), shape, file, encoding=encoding)
 
 
+@cache
 def _dequantizes(gguf: Any, kind: int) -> bool:
     """Whether the package decodes the type: it has no list, so one block is tried."""
     block = np.zeros((1, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)][1]), np.uint8)

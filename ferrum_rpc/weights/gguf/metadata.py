@@ -31,6 +31,8 @@ Factors = Mapping[str, np.ndarray[Any, np.dtype[np.float32]]]
 ROLES: Final = ("weight", "bias")
 IN_LAYER: Final = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_0-9]+)((?:\.weight|\.bias)?)")
 DRAFTS: Final = "nextn_predict_layers"
+INNER: Final = ("feed_forward_length", "expert_feed_forward_length")
+"""The channels of dense layers; a model that has none may not say them."""
 
 IRRELEVANT: Final = ("rope.scaling.finetuned", "tensor_data_layout")
 OFF: Final[Mapping[str, tuple[object, ...]]] = {
@@ -103,7 +105,7 @@ def config(header: Header, factors: Factors) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": fields.integer("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "intermediate_size": fields.integer("feed_forward_length"),
+        "intermediate_size": fields.integer(next((each for each in INNER if each in fields), INNER[0])),
         "max_position_embeddings": fields.integer("context_length"),
         hugging_face_eps: fields.number(eps),
         "vocab_size": _vocabulary(fields, header),

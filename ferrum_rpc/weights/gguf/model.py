@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,10 +10,10 @@ import torch
 
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.weights.entries import TensorEntry, broken
-from ferrum_rpc.weights.gguf.architectures import Architecture
-from ferrum_rpc.weights.gguf.blocks import mapped, tensor_entry
+from ferrum_rpc.weights.gguf.architectures import EACH, Architecture
+from ferrum_rpc.weights.gguf.blocks import mapped, stored_bytes, tensor_entry
 from ferrum_rpc.weights.gguf.changes import change
-from ferrum_rpc.weights.gguf.header import Header, read_header
+from ferrum_rpc.weights.gguf.header import Header, TensorInfo, read_header
 from ferrum_rpc.weights.gguf.metadata import FACTORS, Factors, architecture, config, hugging_face_name
 
 MAX_FACTORS: Final = 1 << 16
@@ -74,17 +74,32 @@ def _factors(files: Sequence[Path], headers: Sequence[Header]) -> Factors:
 
 def _entries(file: Path, header: Header, known: Architecture, read: dict[str, Any]) -> dict[str, TensorEntry]:
     entries: dict[str, TensorEntry] = {}
-    for name, info in sorted(header.tensors.items(), key=lambda each: each[1].offset):
-        to = hugging_face_name(name, known, read["num_hidden_layers"])
-        if to in entries:
-            raise broken(file, f"tensor {name[:120]!r} is there twice")
-        try:
-            undone = change(to, info.shape, known, read)
-        except InvalidRequest as error:
-            raise broken(file, f"tensor {name[:120]!r}: {error.message}") from None
-        entries[to] = tensor_entry(header, file, name, info, undone)
+    for name, whole in sorted(header.tensors.items(), key=lambda each: each[1].offset):
+        for to, info in _matrices(file, name, whole, hugging_face_name(name, known, read["num_hidden_layers"]), read):
+            if to in entries:
+                raise broken(file, f"tensor {name[:120]!r} is there twice")
+            try:
+                undone = change(to, info.shape, known, read)
+            except InvalidRequest as error:
+                raise broken(file, f"tensor {name[:120]!r}: {error.message}") from None
+            entries[to] = tensor_entry(header, file, name, info, undone)
     _check_overlap(file, entries)
     return {name: entry for name, entry in entries.items() if name not in FACTORS}
+
+
+def _matrices(
+    file: Path, name: str, info: TensorInfo, to: str, read: dict[str, Any]
+) -> Iterator[tuple[str, TensorInfo]]:
+    """What a tensor holds, under Hugging Face's name ``to``: itself, or a matrix or bias of each expert."""
+    if EACH not in to or to == name:  # another tensor with a star
+        yield to, info
+        return
+    count, *shape = info.shape
+    if count != read["num_experts"] or not shape:
+        raise broken(file, f"tensor {name[:120]!r}: {[*info.shape]} for {read['num_experts']} experts")
+    size = stored_bytes(file, name, info) // count
+    for expert in range(count):
+        yield to.replace(EACH, str(expert)), TensorInfo(tuple(shape), info.kind, info.offset + expert * size)
 
 
 def _check_overlap(file: Path, entries: dict[str, TensorEntry]) -> None:

@@ -37,7 +37,9 @@ RECURRENT = HEADS | {
     "linear_value_head_dim": 32,
     "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0]},
 }
+EXPERTS = HEADS | {"moe_intermediate_size": 32, "num_experts_per_tok": 2, "norm_topk_prob": True}
 GEMMA = HEADS | {"tie_word_embeddings": True, "sliding_window": 4}
+YARN = {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096}
 FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.6], "long_factor": [1.5, 2.0, 4.0, 8.0]}
 FAMILIES: dict[str, tuple[str, dict]] = {
     "gemma": ("gemma", HEADS | {"tie_word_embeddings": True}),
@@ -64,6 +66,14 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "starcoder2": ("starcoder2", {"tie_word_embeddings": True}),
     "qwen35": ("qwen3_5", RECURRENT),
     "qwen35-tiled": ("qwen3_5", RECURRENT | {"linear_num_value_heads": 6, "tie_word_embeddings": True}),
+    "qwen3moe": ("qwen3_moe", EXPERTS | {"num_experts": 4}),
+    "qwen35moe": ("qwen3_5_moe", RECURRENT | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 32}),
+    "gpt-oss": (
+        "gpt_oss",
+        HEADS
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4, "swiglu_limit": 7.0}
+        | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 150_000.0, "truncate": False, **YARN}},
+    ),
     "cohere2": (
         "cohere2",
         {"num_hidden_layers": 4, "sliding_window": 4, "sliding_window_pattern": 4, "tie_word_embeddings": True},
