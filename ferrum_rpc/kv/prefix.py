@@ -324,16 +324,14 @@ class PrefixCache:
         self.leaving.clear()
         self.changed += 1
         if self._changes is not None:
-            self._note([BlockChange(b"", None)])
+            self._note([BlockChange(b"", None), *self._parked()])
 
     # --- for others -------------------------------------------------------------------------------------------------
 
     def watch(self) -> list[BlockChange]:
         """What is published. From now on changes are kept, for `take_changes`."""
         self._changes = []
-        there = list(map(self._stored, self._keys))
-        parked = [] if self.tier is None else [each for each in self.tier.hashes() if each not in self._blocks]
-        return there + [_gone(key, parked=True) for key in parked]
+        return list(map(self._stored, self._keys)) + self._parked()
 
     def take_changes(self) -> list[BlockChange] | None:
         """The changes since the last call, in order. None: they are not known, call `watch` again."""
@@ -351,6 +349,11 @@ class PrefixCache:
     def _stored(self, block: int) -> BlockChange:
         key, adapter = self._keys[block], self._adapters.get(block, "")
         return BlockChange(key[:HASH_BYTES], self._parents[block], adapter=adapter, caller=key[HASH_BYTES:])
+
+    def _parked(self) -> list[BlockChange]:
+        """What the tier alone has."""
+        parked = [] if self.tier is None else [each for each in self.tier.hashes() if each not in self._blocks]
+        return [_gone(key, parked=True) for key in parked]
 
     def _note(self, changes: list[BlockChange]) -> None:
         assert self._changes is not None  # noqa: S101 - there is a watcher
@@ -371,7 +374,7 @@ class PrefixCache:
         self._adapters.pop(block, None)
         self.changed += 1
         if self._changes is not None:
-            self._note([_gone(key)])
+            self._note([_gone(key, parked=self.tier is not None and key in self.tier)])
 
 
 def _first_of(look: Callable[[bytes], Content | None], hashed: bytes, caller: bytes) -> tuple[bytes, Content | None]:

@@ -53,6 +53,9 @@ class KvMachine(RuleBasedStateMachine):
         self.forks_tried = 0
         self.held: dict[int, int] = {}
         """Sequence -> the length up to which it holds blocks."""
+        self.followed: dict[bytes, bool] | None = None
+        """Key of a block -> whether the tier alone has it: what a watcher knows who asks only when told of changes."""
+        self.told = 0
 
     # --- choices ----------------------------------------------------------------------------------------------------
 
@@ -371,6 +374,22 @@ class KvMachine(RuleBasedStateMachine):
         self.world.write(hog, self.kv.free_blocks * self.kv.block_size)
         assert self.kv.free_blocks == 0
 
+    @rule()
+    def forget_what_is_published(self):
+        """The tier keeps what it has, as where a block of it could not be read."""
+        self.kv.prefixes.forget()
+
+    @rule()
+    def another_watches(self):
+        self.followed = None
+
+    @precondition(lambda self: self.world.tier is not None and self.world.tier.there)
+    @rule(data=st.data())
+    def the_tier_drops_a_block(self, data):
+        key = data.draw(st.sampled_from(self.world.tier.hashes()), label="key")
+        del self.world.tier.there[key]
+        self.kv.prefixes.note_tier(key, there=False)
+
     @rule(data=st.data())
     def release(self, data):
         sequence = self.idle(data)
@@ -400,6 +419,25 @@ class KvMachine(RuleBasedStateMachine):
     def the_count_of_sequences_is_right(self):
         created = sum(write.reservation.created for write in self.open)
         assert self.kv.state().sequences == len(self.world.tokens) + created
+
+    @invariant()
+    def who_watches_knows_what_can_be_found(self):
+        prefixes = self.kv.prefixes
+        changes = prefixes.take_changes() if prefixes.changed != self.told else []
+        if self.followed is None or changes is None:
+            self.followed, changes = {}, prefixes.watch()
+        self.told = prefixes.changed
+        for change in changes:
+            key = change.hash + change.caller
+            self.followed.pop(key, None)
+            if not change.hash:
+                self.followed.clear()
+            elif change.parked or change.parent is not None:
+                self.followed[key] = change.parked
+        published = {key for _, key in prefixes.blocks()}
+        assert {key for key, parked in self.followed.items() if not parked} == published
+        if self.world.tier is not None and not prefixes.leaving:
+            assert {*self.followed} == published | {*self.world.tier.hashes()}
 
     def teardown(self):
         if not hasattr(self, "world"):

@@ -206,6 +206,7 @@ class World:
         for block, hashed in self.kv.prefixes.take_leaving():
             assert self.tier is not None
             self.tier.there[hashed] = self.content[self.block_slots(block)].tobytes()
+            self.kv.prefixes.note_tier(hashed, there=True)
 
     def check_forward(self, write: Write) -> None:
         """The forward pass reads the old tokens below ``start``, then the new ones."""
