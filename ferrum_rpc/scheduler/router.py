@@ -24,6 +24,7 @@ from ferrum_rpc.client import (
     TRY_LATER,
     CacheMode,
     ExecutorError,
+    InstanceMismatch,
     LayoutMismatch,
     NotSupported,
     Sequence,
@@ -206,7 +207,10 @@ class Router:
         gone = asyncio.create_task(member.ended())
         try:
             await asyncio.wait({driving, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if driving.done() and isinstance(driving.exception(), ExecutorGone | ExecutorError):
+            trouble = driving.exception() if driving.done() else None
+            if isinstance(trouble, InstanceMismatch):  # a look, which may find nobody in time, would say the same
+                await member.end(trouble)
+            elif isinstance(trouble, ExecutorGone | ExecutorError):
                 await members.look(member)
         finally:
             for task in (driving, gone):
