@@ -21,6 +21,8 @@ from benchmarks.engines.peers.gguf_file import write
 from benchmarks.engines.peers.hf import Transformers
 from benchmarks.engines.process import REFERENCE, PeerFailed, PeerKind, PeerProcess
 from benchmarks.machine import ROOT
+from ferrum_rpc.engine.assembly.loading import read_spec
+from ferrum_rpc.weights.checkpoint import Checkpoint
 from tests.tools.running import Scripted
 
 
@@ -115,17 +117,16 @@ def test_a_file_for_llama_cpp_has_the_recurrent_layers_as_its_converter_writes_t
 def test_a_file_for_llama_cpp_has_all_experts_of_a_layer_in_one_tensor(tmp_path):
     gguf = pytest.importorskip("gguf")
     shape = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 12, "num_hidden_layers": 1}
-    folder, file = write_checkpoint(tmp_path, SHAPES["qwen3-30b-a3b-3"] | shape | {"vocab_size": 64}), tmp_path / "file"
-    write(folder, file, "bf16")
-    reader = gguf.GGUFReader(file)
-    tensors, theirs = {each.name: each for each in reader.tensors}, load_file(folder / "model.safetensors")
-    stack = tensors["blk.0.ffn_down_exps.weight"]
-    assert stack.shape.tolist() == [32, 64, 12] and tensors["blk.0.ffn_gate_inp.weight"].data.dtype == np.float32
-    numbers = (np.asarray(stack.data).view(np.uint16).reshape(12, 64, 32).astype(np.uint32) << 16).view(np.float32)
-    for expert in (0, 2, 11):  # in the order of their numbers, not of their names
-        held = theirs[f"model.layers.0.mlp.experts.{expert}.down_proj.weight"].float().numpy()
-        assert np.array_equal(numbers[expert], held)
-    assert reader.fields["qwen3moe.expert_used_count"].contents() == 8
+    folder = write_checkpoint(tmp_path / "model", SHAPES["qwen3-30b-a3b-3"] | shape | {"vocab_size": 64})
+    write(folder, file := tmp_path / "model.gguf", "bf16")
+    shapes = {each.name: each.shape.tolist() for each in gguf.GGUFReader(file).tensors}
+    assert shapes["blk.0.ffn_down_exps.weight"] == [32, 64, 12]
+    written, theirs = Checkpoint.open(file), Checkpoint.open(folder)
+    assert read_spec(written).layers[0].mlp == read_spec(theirs).layers[0].mlp
+    expected = dict(theirs.tensors())
+    assert written.entries.keys() == expected.keys()
+    for name, tensor in written.tensors():  # in the order of the experts' numbers, not of their names
+        assert tensor.float().equal(expected[name].float()), name
 
 
 def test_another_shape_is_a_run_of_its_own_without_targets(tmp_path, monkeypatch):
