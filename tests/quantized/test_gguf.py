@@ -319,7 +319,7 @@ def test_mutated_files_end_in_typed_errors_or_load(tmp_path):
     originals = []
     families = SAMPLES.parent / "families"
     samples = [SAMPLES / kind / "model.gguf" for kind in ("gguf-q8_0", "gguf-q4_k_m")]
-    for file in (*samples, families / "gemma3.gguf", families / "phi3-longrope.gguf"):
+    for file in (*samples, *(families / f"{each}.gguf" for each in ("gemma3", "phi3-longrope", "qwen3moe", "gpt-oss"))):
         metadata, tensors, data = read_gguf(file)
         content = file.read_bytes()
         originals.append((metadata, tensors, data, content, len(content) - len(data)))
