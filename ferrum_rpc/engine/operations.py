@@ -236,10 +236,12 @@ class TorchRunner(StepRunner):
     # --- moving sequences, a piece at a time between steps ----------------------------------------------------------
 
     def token_ids(self, sequence: int) -> TokenArray:
-        return self.kv.tokens(sequence).copy()
+        with self._operation("export", settle=False):
+            return self.kv.tokens(sequence).copy()
 
     def imported_from(self, sequence: int) -> int | None:
-        return self.kv.imported_from(sequence)
+        with self._operation("export", settle=False):
+            return self.kv.imported_from(sequence)
 
     def begin_export(self, sequence: int, copy: int) -> None:
         with self._operation("export", stage="fork"):
@@ -293,13 +295,13 @@ class TorchRunner(StepRunner):
         with self._operation("import", stage="import"):
             count, reserve = len(tokens), self.kv.reserve
             taken = reserve(sequence, 0, count, True, ahead, prefix=prefix, prompt=tokens, sent_from=sent_from)
-            if self.states is not None:
-                try:
+            try:
+                self._save_leaving()
+                if self.states is not None:
                     self.states.begin_import(sequence, taken.cached, taken.checkpoint)
-                except BaseException:
-                    self.kv.rollback(taken)
-                    raise
-            self._save_leaving()
+            except BaseException:
+                self.kv.rollback(taken)
+                raise
             self._imports[sequence] = taken, tokens
         return taken.cached
 

@@ -338,6 +338,8 @@ class StagedChunks:
         self._changed.set()
 
     async def _something_read(self) -> None:
+        if self._ended is not None:
+            raise self._ended
         self._changed.clear()
         try:
             async with asyncio.timeout(self._nixl.unread_s):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -24,7 +24,7 @@ from grpc.aio import EOF
 
 from ferrum_rpc.core import Caller, HandleRef, StateRows
 from ferrum_rpc.engine.api import Operation
-from ferrum_rpc.engine.commands import Command, Operations
+from ferrum_rpc.engine.commands import Command, Operations, Result
 from ferrum_rpc.errors import (
     Cancelled,
     ExecutorError,
@@ -176,28 +176,28 @@ class Park(KvStream):
     async def _write(self, path: Path, size: int, held: int, rows: Sequence[StateRows]) -> Parked:
         """Write the file: the frames of an export."""
         layout, record, block_size = self._layout, self.record, self._state.engine.cache.block_size
-        self._check()
         tokens = await self._ask(Command(Operations.token_ids, record.sequence))
         imported_from = await self._ask(Command(Operations.imported_from, record.sequence))
-        self._check()
         begin = await self._first_held(record.sequence, record.adapter)
-        self._check()
         first = pb.ExportKvResponse(layout=layout.to_proto(tokens, block_size, begin)).SerializeToString()
         starts: dict[int, int] = {}
         try:
             with closing(await asyncio.to_thread(self._state.parked.create, path)) as file:
                 await asyncio.to_thread(file.append, [first])
                 async for start, frames in self._frames(begin, record.length, size, held, rows):
-                    self._check()
                     starts.setdefault(start, file.tell())
                     await asyncio.to_thread(file.append, frames)
-                    self._check()
                 written = file.tell()
         except OSError as error:
             action = "make room on the disk of --kv-park-dir; the sequence stays in the cache"
             log.warning("parking_failed", path=str(path), error=error.strerror or str(error), action=action)
             raise StepFailed(f"the cache could not be written ({error.strerror}); nothing changed") from error
         return Parked(path, written, starts, imported_from)
+
+    async def _ask(self, command: Command[Result], take: Callable[[Any], object] | None = None) -> Result:
+        """The engine is not asked of a sequence that a call has used meanwhile: it may be free."""
+        self._check()
+        return await super()._ask(command, take)
 
     def _check(self) -> None:
         """Raise what has ended this."""
@@ -295,6 +295,10 @@ class Unpark(KvReceiver):
         return InternalError(FAILED)
 
 
+NOT_THIS_ONE: Final = Cancelled, QuotaExceeded, KvBlocksExhausted
+"""It was used, its caller has no room, or no block is free to feed again what it lacks. Others may be parked."""
+
+
 class IdleParking:
     """Parks sequences that were not used for ``kv_park_idle_s``, the least recently used first, where blocks are short.
     `turn` is called every `IDLE_TURN_S` seconds."""
@@ -331,7 +335,7 @@ class IdleParking:
             if isinstance(outcome, int):
                 parked += 1
                 blocks -= outcome
-            elif not isinstance(outcome, Cancelled | QuotaExceeded):
+            elif not isinstance(outcome, NOT_THIS_ONE):
                 log.warning("idle_sequences_not_parked", error=str(outcome), action="allow more --kv-park-bytes")
                 break
             if blocks <= 0:

@@ -818,6 +818,34 @@ async def test_a_call_on_a_sequence_that_is_being_parked_for_idleness_goes_ahead
             await served.check()
 
 
+@pytest.mark.usefixtures("turned_by_hand")
+async def test_a_sequence_that_ends_before_it_is_read_for_its_file_ends_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine learns of its end between two questions about it, for both wait behind a step."""
+    gate = Gate("forward")
+    async with serving(tmp_path, stage=gate, kv_park_idle_s=10.0) as served:
+        other, handle = await fed(served), await fed(served)
+        state = served.server.state
+        state.handles.live[handle.id].used -= 1000.0
+        state.counters.kv_exhausted += 1
+        gate.closed = True
+        step = asyncio.ensure_future(decode(served, other))
+        await asyncio.to_thread(gate.reached.wait, 30)
+        submitted, submit = list[object](), state.engine.submit
+        monkeypatch.setattr(state.engine, "submit", lambda work: (submitted.append(work), submit(work)))
+        served.server.idle_parking.turn()
+        await until(lambda: submitted)
+        released = asyncio.ensure_future(served.release(handle))
+        await until(lambda: len(submitted) > 1)
+        gate.open()
+        await asyncio.gather(step, released)
+        await until(lambda: not parking_jobs(state))
+        assert not await files(served) and not state.parked.bytes
+        await decode(served, (await step)[0])
+        await served.check()
+
+
 @pytest.mark.parametrize("role", ["", " trusted"])
 async def test_what_was_imported_is_its_callers_after_it_was_parked(tmp_path: Path, role: str) -> None:
     """Nothing of it is in the cache when it comes back: what it is, its file's record alone says."""
