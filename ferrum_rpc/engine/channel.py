@@ -158,8 +158,12 @@ class Channel:
         """What a call may take from now on; None: any time."""
         self._socket.settimeout(seconds)
 
-    def close(self) -> None:
-        """The other end reads that this one is gone."""
+    def shut_down(self) -> None:
+        """Wake the threads that send or receive here, with an OSError or EOFError: the other end may never read."""
         with suppress(OSError):  # it is gone already
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """The other end reads that this one is gone."""
+        self.shut_down()
         self._socket.close()

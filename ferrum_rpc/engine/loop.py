@@ -339,7 +339,10 @@ class EngineLoop(ABC):
         except StepFailed as error:
             behind.pop()
             if self._claim_one(work):
-                finished.append(partial(work.refuse, error))
+                self._over(work, (error,) * len(work.spans), None, finished)
+            else:
+                with self._lock:
+                    self._drop_followers(work, finished)
         except BaseException as error:
             self._broken(error, finished)
             raise

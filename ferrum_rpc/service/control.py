@@ -7,6 +7,7 @@ who is an operator.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -31,6 +32,7 @@ STATE_TO_PROTO: Final[dict[Lifecycle, Any]] = {
     each: info_pb2.ExecutorState.Value(f"EXECUTOR_STATE_{each.name}") for each in Lifecycle
 }
 
+PAGE_TOKEN: Final = re.compile("[0-9]{1,20}")
 WARMUP_BATCH: Final = 8
 WARMUP_PREFILL: Final = 128
 
@@ -115,7 +117,7 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
 
     async def ListSequences(self, request: pb.ListSequencesRequest, context: Context) -> pb.ListSequencesResponse:
         """Live sequences in the order of their creation, a page at a time."""
-        if request.page_token and not request.page_token.isdecimal():
+        if request.page_token and not PAGE_TOKEN.fullmatch(request.page_token):
             raise InvalidRequest("page_token must be that of an earlier answer", field="page_token")
         after = int(request.page_token or 0)
         limit = min(request.page_size or LIST_PAGE, MAX_PAGE_SIZE)

@@ -177,8 +177,9 @@ async def test_sequences_are_listed_page_by_page_without_a_usable_handle(served:
     assert len({each.label for each in listed}) == 5
     sent = b"".join(each.SerializeToString() for each in listed)
     assert not any(handle.id[8:] in sent for handle in handles)
-    bad = executor_control_pb2.ListSequencesRequest(page_token="x")  # noqa: S106 - not a secret
-    await refused(served.control.ListSequences(bad), Reason.INVALID_REQUEST)
+    for token in ("x", "9" * 5000):
+        bad = executor_control_pb2.ListSequencesRequest(page_token=token)
+        await refused(served.control.ListSequences(bad), Reason.INVALID_REQUEST)
 
 
 async def test_a_busy_sequence_is_listed_as_busy() -> None:

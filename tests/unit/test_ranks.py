@@ -305,6 +305,17 @@ def test_what_a_rank_reports_of_itself_is_known_until_it_is_lost():
     ranks.close()
 
 
+def test_what_is_being_sent_to_a_rank_that_reads_nothing_ends_when_it_is_lost():
+    """As to a process that was stopped: its socket stays open."""
+    ours, theirs = socket.socketpair()
+    ranks = Ranks([RemoteRank(1, Channel(ours), "there")])
+    ranks.start_liveness_checks()
+    with closing(theirs), closing(ranks), ThreadPoolExecutor() as threads:
+        threads.submit(ranks.send, "cache", bytes(16 << 20)).result(30)
+        with pytest.raises(DeviceLost, match="nothing was heard of it"):
+            ranks.check_alive()
+
+
 class Obeyed:
     """A phase that notes what it carries out. ``step`` fails."""
 

@@ -256,6 +256,7 @@ class Ranks:
         )
         if self.groups is not None:
             self.groups.abort()
+        member.channel.shut_down()  # the model thread may be sending what a stopped process does not read
         for each in answers:
             each.set_exception(lost)
         self._send([each for each in self._members if each is not member], dump((0, (), ABORT, ())))
