@@ -30,7 +30,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Final
 
 import numpy as np
@@ -161,7 +160,7 @@ class StepRunner:
         self._tier = tier
         self.checkpoint_files: CheckpointFiles | None = None
         if tier is not None:
-            tier.on_gone = partial(kv.prefixes.note_tier, there=False)
+            tier.on_change = kv.prefixes.note_tier
             kv.prefixes.tier = tier
             if states is not None:
                 self.checkpoint_files = CheckpointFiles(states, tier)
@@ -575,9 +574,6 @@ class StepRunner:
         """Save evicted blocks of the prefix cache in the second tier, if there is one, before any block is written."""
         if self._tier is not None and (leaving := self.kv.prefixes.take_leaving()):
             self._tier.write(leaving, self.store.read_blocks)
-            for _, key in leaving:
-                if key in self._tier:
-                    self.kv.prefixes.note_tier(key, there=True)
 
     def _before_forward(self) -> None:
         if self._stage is not None:

@@ -119,8 +119,8 @@ class FileReader:
 
 class BlockFiles:
     """Blocks of ``block_bytes`` bytes in ``folder``, and states of up to ``state_bytes``, at most ``max_bytes`` in
-    all: the least recently used are evicted. Those of an earlier process are included. ``on_gone`` is called with the
-    key of each evicted block. ``hashed`` is a block's key, or that of states.
+    all: the least recently used are evicted. Those of an earlier process are included. ``on_change`` is called with the
+    key of each block that comes or goes, and whether it is ``there``. ``hashed`` is a block's key, or that of states.
 
     Raises OSError if the folder cannot be made or listed, or is accessible to other users, and ValueError if
     ``max_bytes`` is less than a block, or than states. Call it from one thread.
@@ -137,7 +137,7 @@ class BlockFiles:
         self._waiting: dict[bytes, Content] = {}
         self._lock = threading.Lock()  # of `_waiting`
         self._jobs: queue.SimpleQueue[tuple[bytes, Content | None] | None] = queue.SimpleQueue()  # None: remove it
-        self.on_gone: Callable[[bytes], object] = lambda hashed: None
+        self.on_change: Callable[..., object] = lambda hashed, there: None
         self._folder = PrivateFolder(folder)
         self._ended = False
         try:
@@ -262,6 +262,7 @@ class BlockFiles:
         self._jobs.put((hashed, content))
         self._there[hashed] = size
         self.held_bytes += size
+        self._tell(hashed, there=True)
         self._trim()
 
     def _head(self, hashed: bytes, content: Any) -> bytes:
@@ -313,6 +314,7 @@ class BlockFiles:
             self._there[hashed] = size
             self.held_bytes += size
             self._there.move_to_end(hashed, last=False)
+            self._tell(hashed, there=True)
         if self._alone:
             for _, hashed, _ in others:
                 self._folder.unlink(hashed.hex())
@@ -333,8 +335,11 @@ class BlockFiles:
         if self._alone or hashed in self._own:
             self._own.discard(hashed)
             self._jobs.put((hashed, None))
+        self._tell(hashed, there=False)
+
+    def _tell(self, hashed: bytes, *, there: bool) -> None:
         if len(hashed) in KEY_BYTES:
-            self.on_gone(hashed)
+            self.on_change(hashed, there=there)
 
     def _work(self) -> None:
         """Write and remove files, in the order of the requests."""

@@ -52,6 +52,11 @@ def filled(folder: Path, count: int, blocks: int = 100) -> BlockFiles:
     return files
 
 
+def noted(changes: list[tuple[bytes, bool]]) -> Callable[..., object]:
+    """Which blocks come and go, in a list."""
+    return lambda key, there: changes.append((key, there))
+
+
 def names(folder: Path) -> set[str]:
     """Of all files but the key."""
     return {each.name for each in folder.iterdir()} - {"key"}
@@ -71,12 +76,12 @@ def test_another_process_finds_what_one_has_left(tmp_path):
 
 
 def test_what_was_not_used_for_longest_goes_first(tmp_path):
-    files, gone = filled(tmp_path, 3, blocks=3), list[bytes]()
-    files.on_gone = gone.append
+    files, changes = filled(tmp_path, 3, blocks=3), list[tuple[bytes, bool]]()
+    files.on_change = noted(changes)
     assert files.read(hashed(0))
     assert put(files, 1), "it is there, and used again"
     put(files, 3)
-    assert gone == [hashed(2)]
+    assert changes == [(hashed(3), True), (hashed(2), False)]
     assert [hashed(number) in files for number in range(4)] == [True, True, False, True]
     files.end([], contents, 10)
     assert names(tmp_path) == {hashed(number).hex() for number in (0, 1, 3)}
@@ -230,8 +235,13 @@ def test_a_second_process_has_the_folder_when_the_first_has_ended(tmp_path):
     first = filled(tmp_path, 2)
     second = opened(tmp_path, blocks=4)
     first.end([(2, hashed(2))], contents, 10)
+    changes = list[tuple[bytes, bool]]()
+    second.on_change = noted(changes)
     for number in range(10, 15):
         put(second, number)
+    assert (hashed(2), True) in changes, "nobody was told of it before"
+    told = {key for key, there in dict(changes).items() if there}
+    assert told == {*second.hashes()}
     second.end([], contents, 10)
     left = names(tmp_path)
     assert left == {each.hex() for each in second.hashes()} and len(left) == 4, "what the first left counts"
@@ -331,8 +341,8 @@ def states_of(number: int) -> bytes:
 
 
 def test_states_are_files_of_any_size_beside_their_blocks(tmp_path):
-    files, gone = with_states(tmp_path), list[bytes]()
-    files.on_gone = gone.append
+    files, changes = with_states(tmp_path), list[tuple[bytes, bool]]()
+    files.on_change = noted(changes)
     sizes = {0: SIZE, 1: 4 * SIZE, 2: 1}
     for number, size in sizes.items():
         assert put(files, number)
@@ -348,9 +358,10 @@ def test_states_are_files_of_any_size_beside_their_blocks(tmp_path):
     ]
     assert [after.read(hashed(number)) for number in sizes] == [content(number) for number in sizes]
     assert after.held_bytes == sum((tmp_path / each).stat().st_size for each in names(tmp_path))
-    after.on_gone = gone.append
+    assert changes == [(hashed(number), True) for number in sizes]
+    after.on_change = noted(changes)
     after.clear()
-    assert (after.held_bytes, sorted(gone)) == (0, sorted(hashed(number) for number in sizes))
+    assert (after.held_bytes, sorted(changes[3:])) == (0, sorted((hashed(number), False) for number in sizes))
     after.end([], contents, 10)
     assert not names(tmp_path)
 
