@@ -28,11 +28,14 @@ class Reader:
         return entry.encoding.matrix(self._parts(entry.encoding), entry.shape, dtype)
 
     def integers(self, entry: TensorEntry) -> Integers | None:
-        """A matrix of small integers as it is stored. None: it can only be decoded."""
+        """A matrix of small integers as it is stored. None: it must be decoded."""
         encoding = entry.encoding
         if encoding is None or encoding.integers is None or encoding.form is None:
             return None
-        return encoding.integers(self._parts(encoding))
+        made = encoding.integers(self._parts(encoding))
+        if made is not None and made.order is not None and not encoding.form.ordered:
+            return None  # its configuration says that no index orders the columns: nothing expects one
+        return made
 
     def _parts(self, encoding: Encoding) -> dict[str, Tensor]:
         return {role: self.read(*part) for role, part in encoding.parts.items()}

@@ -260,6 +260,18 @@ def test_groups_of_unlike_size_are_expanded(copy):
     assert error(row(folder), row(folder, dtype="float32").double()) < 0.02
 
 
+def test_an_index_that_its_configuration_denies_is_honoured(copy):
+    """Its matrices are expanded: those that are multiplied as they are stored are joined and cut as if none had one."""
+    folder = copy("gptq-4")
+    edit_section(folder, desc_act=False)
+
+    def change(tensors):
+        tensors[Q + "g_idx"] = torch.arange(len(tensors[Q + "g_idx"])).div(32, rounding_mode="floor").int()
+
+    edit_tensors(folder, change)
+    assert error(row(folder), row(folder, dtype="float32").double()) < 0.02
+
+
 @pytest.mark.parametrize(
     ("load", "kind"),
     [

@@ -145,6 +145,14 @@ def test_a_quantized_file_is_the_plain_one_with_its_numbers(tmp_path, name):
     assert error(logits(tmp_path / "quantized", TOKENS), logits(tmp_path / "plain", TOKENS)) < 5e-3
 
 
+def test_a_row_that_llama_cpps_own_programs_write_as_a_list_is_a_matrix(tmp_path):
+    metadata, tensors, data = read_gguf(FOLDER / "qwen35moe.gguf")
+    changed = [[name, shape[:1] if "gate_inp_shexp" in name else shape, *more] for name, shape, *more in tensors]
+    assert changed != tensors
+    (tmp_path / "model.gguf").write_bytes(gguf_bytes(metadata, changed, data))
+    assert torch.equal(logits(tmp_path / "model.gguf", TOKENS), logits(FOLDER / "qwen35moe.gguf", TOKENS))
+
+
 # --- recurrent layers -------------------------------------------------------------------------------------------------
 
 

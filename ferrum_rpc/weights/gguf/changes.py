@@ -47,6 +47,8 @@ def change(name: str, shape: tuple[int, ...], known: Architecture, config: dict[
         return _rotated(shape, config[HEADS[rotated[1]]])
     if known.shifted and name.endswith("norm.weight"):
         return Change(values=lambda numbers: numbers - 1.0)
+    if name.endswith(".shared_expert_gate.weight") and len(shape) == 1:  # as llama.cpp's own programs write one row
+        return Change(shape=(1, *shape))
     return UNCHANGED
 
 
