@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ferrum_rpc.core import Span, SpanResult, Step, StepResult
+from ferrum_rpc.core import Run, Span, SpanResult, Step, StepResult
 from ferrum_rpc.errors import DeadlineExceeded, DeviceLost, StepFailed
-from tests.unit.test_engines import THREAD, Harness, only, span
+from tests.unit.test_engines import THREAD, Harness, behind, only, span
 
 
 class Feeding:
@@ -110,6 +110,22 @@ async def test_a_piece_that_fails_refuses_its_submission_alone_and_a_lost_device
         assert [type(await only(each)) for each in waiting] == outcomes
         assert log == what
     assert harness.failures == [error] * isinstance(error, DeviceLost)
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_a_run_that_follows_one_whose_piece_fails_is_handed_back(cancelled, tmp_path):
+    def fail(piece: int) -> None:
+        if cancelled:
+            assert harness.engine.cancel(first)
+        raise StepFailed("broken")
+
+    async with made(tmp_path, {1: 3}) as (harness, feeding, _):
+        feeding.act = fail
+        first, done = harness.submit(span(1, run=Run(2)))
+        _, follows = harness.submit(behind(1, 2, 3), behind=(first, 0), begins=lambda: None)
+        harness.engine.start()
+        assert await follows == ((), None)
+        assert cancelled != done.done() and harness.engine.queued_items == 0
 
 
 async def test_without_a_slot_it_goes_on_and_is_refused_by_the_step(tmp_path):
