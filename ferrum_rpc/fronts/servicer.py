@@ -214,15 +214,19 @@ class EngineMethods:
         async with self._large:
             return await asyncio.to_thread(generation_of, *given)
 
+    def _refuse_when_draining(self) -> None:
+        if self.draining:
+            raise Draining("the worker is draining")
+
     async def _constrained(self, generation: Generation) -> TextRequest:
         if generation.constraint is None:
             return generation.text
+        self._refuse_when_draining()
         grammar = await self._scheduler.register_grammar(*generation.constraint)
         return generation.constrained(grammar)
 
     def _submit(self, text: TextRequest, n: int) -> list[TokenStream]:
-        if self.draining:
-            raise Draining("the worker is draining")
+        self._refuse_when_draining()
         streams = self._scheduler.submit_choices(text, n)
         self.load.requests += n
         self.load.prompt_tokens += len(text.prompt)
@@ -303,10 +307,9 @@ class EngineMethods:
 
     async def _somewhere(self, run: Callable[[ExecutorClient], Awaitable[Found]]) -> Found:
         """Run something that keeps nothing at the executor that has least to do; at another one if that is lost."""
-        if self.draining:
-            raise Draining("the worker is draining")
         async with self._scores:
             for left in reversed(range(TRIES)):
+                self._refuse_when_draining()
                 await self._scheduler.ready()
                 serving = self.members.serving
                 try:
@@ -320,8 +323,7 @@ class EngineMethods:
     # --- about the worker -------------------------------------------------------------------------------------------
 
     async def _info(self) -> ExecutorInfo:
-        if self.draining:
-            raise Draining("the worker is draining")
+        self._refuse_when_draining()
         return await self._scheduler.info()
 
     @property

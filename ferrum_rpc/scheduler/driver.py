@@ -211,6 +211,7 @@ class Driver:
                 await self._make_way(self._scarce)
             if self._releases and not self.port.pool.slots:
                 await asyncio.wait(self._releases)  # rather than preempt a request that has none yet
+            await self._draft()
         running = [each for each in queues.running if self.rests(each)]
         places = budget.at_once - len(queues.running) - len(queues.moving) if self.refusal is None else 0
         waiting = queues.waiting[: max(0, places)]
@@ -220,8 +221,6 @@ class Driver:
         if self._flights:
             busy = [each for each in queues.running if not self.rests(each)]
             others = in_flight.others(pool, busy, budget.headroom, self._flights.prompt_tokens)
-        else:
-            await self._draft()
         queues.arrived = False
         step = plan(running, waiting, pool, budget, others)
         if self._flights and (step.preempt or step.unservable):
@@ -229,7 +228,9 @@ class Driver:
             return False
         for request in step.unservable:
             self.give_up(request, pool)
-        await asyncio.gather(*(queues.preempt(request) for request in step.preempt))
+        if step.preempt:
+            await asyncio.gather(*(queues.preempt(request) for request in step.preempt))
+            step = step.of_those_left()
         if step.feeds:
             self._send(step, pool)
         elif not self._flights and queues.leaving:

@@ -110,6 +110,11 @@ class StepPlan:
     admitted: tuple[Request, ...] = ()
     unservable: tuple[Request, ...] = ()
 
+    def of_those_left(self) -> StepPlan:
+        """Without the requests that have ended since it was made."""
+        feeds = tuple([each for each in self.feeds if each.request.ending is None])
+        return replace(self, feeds=feeds, admitted=tuple([each for each in self.admitted if each.ending is None]))
+
 
 @dataclass(frozen=True, slots=True)
 class Others:

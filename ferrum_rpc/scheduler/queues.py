@@ -124,7 +124,9 @@ class RequestQueues:
         return ends
 
     async def preempt(self, request: Request) -> None:
-        """Release a request's blocks. It is admitted again as a longer prompt."""
+        """Release a request's blocks. It is admitted again as a longer prompt, unless it has ended."""
+        if request.ending is not None:
+            return
         request.preemptions += 1
         self._run.preemptions += 1
         self.requeue(request)

@@ -23,6 +23,7 @@ from ferrum_rpc.client import (
     NO_CAPACITY,
     TRY_LATER,
     CacheMode,
+    DeviceLost,
     ExecutorError,
     InstanceMismatch,
     LayoutMismatch,
@@ -31,6 +32,7 @@ from ferrum_rpc.client import (
     SequenceMisuseError,
 )
 from ferrum_rpc.client.fleet import Member, Members
+from ferrum_rpc.client.fleet.members import SILENT_S
 from ferrum_rpc.scheduler.counts import RunCounts
 from ferrum_rpc.scheduler.driver import Driver
 from ferrum_rpc.scheduler.patience import ExecutorGone, Patience
@@ -55,6 +57,7 @@ class Move:
     there: Driver
     target: Sequence
     under_way: bool = False
+    task: asyncio.Task[None] | None = None
 
 
 class Router:
@@ -239,6 +242,7 @@ class Router:
                         await changed.wait()
             finally:
                 del self._drivers[driver]
+                await self._end_moves(driver)
                 for request in driver.queues.all:
                     self._give_back(driver, request)
                 self._notify()
@@ -373,7 +377,7 @@ class Router:
         assert request.sequence is not None  # noqa: S101 - one that moves has been fed
         move.here, move.under_way = here, True
         there.queues.coming.append(request)
-        self._tasks.create_task(self._move(request, request.sequence, move))
+        move.task = self._tasks.create_task(self._move(request, request.sequence, move))
 
     async def _move(self, request: Request, source: Sequence, move: Move) -> None:
         here, there, began, again, arrived = move.here, move.there, time.monotonic(), False, False
@@ -389,16 +393,32 @@ class Router:
                 self._patience.renew()
             elif request in moving:
                 self._give_back(here, request)
+        except DeviceLost:  # of which of the two a look finds out: it is gone then, and its requests go on elsewhere
+            await asyncio.gather(
+                *(self._drivers[each].look(SILENT_S) for each in (here, there) if each in self._drivers)
+            )
+            if request in moving:
+                self._give_back(here, request)
         except (ExecutorError, SequenceMisuseError) as error:
             again = request in moving and there in self._drivers and self._is_made_again(request, move, error)
         finally:
-            move.under_way = False
+            move.under_way, move.task = False, None
             if not again:
                 del self._moves[request]
             there.queues.coming.remove(request)
             if not (arrived or again):
                 there.queues.leave(move.target)
+            if request.ending is not None and not source.released:  # nobody could release it while it moved
+                here.queues.leave(source)
             self._notify()
+
+    async def _end_moves(self, driver: Driver) -> None:
+        """End the moves from and to an executor. They leave their sequences to the drivers' queues."""
+        moves = [each.task for each in self._moves.values() if each.task and driver in {each.here, each.there}]
+        for task in moves:
+            task.cancel()
+        if moves:
+            await asyncio.wait(moves)
 
     def _give_up_move(self, request: Request) -> None:
         """Have what has arrived of a request released, unless its move is under way and ends by itself."""

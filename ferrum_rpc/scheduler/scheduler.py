@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import logging
 import math
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from collections.abc import Sequence as ListOf
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
@@ -50,6 +51,10 @@ log = logging.getLogger("ferrum_rpc.scheduler")
 
 STEPS_IN_FLIGHT: Final = 64
 """Frames of a session. A frame of runs is in flight until the last of them ends."""
+
+FIRST_PAUSE_S: Final = 0.05
+MAX_PAUSE_S: Final = 1.0
+"""Between two tries to serve that fail."""
 
 LONGEST_S: Final = 1e8
 """Three years: a longer deadline is none."""
@@ -223,7 +228,7 @@ class Scheduler(AbstractAsyncContextManager[Any]):
         them. Raises `TransportError`, with what is known of each executor, after ``timeout_s``; None: after the
         scheduler's patience."""
         self._check_open()
-        deadline = Deadline.after(as_seconds(self._patience_s if timeout_s is None else timeout_s, "timeout_s"))
+        deadline = self._deadline(timeout_s)
         for members in filter(None, (self._members, self._prefill)):
             await members.some(deadline)
 
@@ -231,7 +236,11 @@ class Scheduler(AbstractAsyncContextManager[Any]):
         """The description of an executor: all serve the same model, but limits may differ. Waits, and raises, as
         `ready`."""
         await self.ready(timeout_s=timeout_s)
-        return self._members.serving[0].info
+        [member, *_] = await self._members.some(self._deadline(timeout_s))
+        return member.info
+
+    def _deadline(self, timeout_s: float | None) -> Deadline:
+        return Deadline.after(as_seconds(self._patience_s if timeout_s is None else timeout_s, "timeout_s"))
 
     async def _open(self, targets: str | Iterable[str] | Members) -> Members:
         if isinstance(targets, Members):
@@ -263,8 +272,11 @@ class Scheduler(AbstractAsyncContextManager[Any]):
         await asyncio.shield(self._serving)
 
     async def _serve(self) -> None:
-        """Serve until the end. If no executor makes progress, the requests fail, and the next ones are tried again."""
+        """Serve until the end. If no executor makes progress, the requests fail, and the next ones are tried again. The
+        pause between two tries grows while each fails at once."""
+        pause_s = 0.0
         while True:
+            began = time.monotonic()
             try:
                 await self._router.serve()
                 return
@@ -276,6 +288,8 @@ class Scheduler(AbstractAsyncContextManager[Any]):
                 self._router.fail(error)
             for request in list(self._live):  # branches whose prompt was lost
                 self._cancel(request)
+            pause_s = 0.0 if time.monotonic() - began > MAX_PAUSE_S else min(MAX_PAUSE_S, 2 * pause_s + FIRST_PAUSE_S)
+            await asyncio.sleep(pause_s)
 
     def _driver(self, member: Member, prompts: bool) -> Driver:
         return Driver(
@@ -305,9 +319,10 @@ class Scheduler(AbstractAsyncContextManager[Any]):
 
     async def _registered(self, register: Callable[[ExecutorClient], Awaitable[bytes]]) -> bytes:
         found = b""
-        await self.ready()
+        self._check_open()
         for members in filter(None, (self._members, self._prefill)):
-            found = await register(members.serving[0].client)
+            [member, *_] = await members.some(self._deadline(None))
+            found = await register(member.client)
         return found
 
     # --- requests ---------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from ferrum_rpc.client.session.frames import Frame, StreamRequest, frame_of
 from ferrum_rpc.client.session.stream import SessionStream
 from ferrum_rpc.executor.v1.session_pb2 import SessionResponse
 from ferrum_rpc.scheduler import ExecutorGone, Observer, Request, RequestEnd, Scheduler, Stage, TextRequest, TokenStream
+from ferrum_rpc.scheduler.queues import RequestQueues
 from ferrum_rpc.scheduler.scheduler import in_a_session
 from tests.support.inside import live_requests
 from tests.support.proxy import proxied
@@ -51,6 +52,7 @@ from tests.support.scheduling import (
 )
 from tests.support.serving import Served
 from tests.support.states import with_states
+from tests.support.waiting import until
 
 PROMPT = list(b"In the beginning God created the heaven and the earth. ")
 
@@ -280,6 +282,26 @@ async def test_a_cancelled_text_ends_within_a_step_and_leaves_nothing() -> None:
         async with kept:
             pass
         assert kept.end is RequestEnd.CANCELLED
+
+
+async def test_texts_that_leave_while_a_step_is_planned_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text gives up its blocks to the others, and meanwhile all are cancelled: none begins again."""
+    preempt, preempted = RequestQueues.preempt, list[Request]()
+
+    async def and_all_leave(queues: RequestQueues, request: Request) -> None:
+        preempted.append(request)
+        await preempt(queues, request)
+        for each in texts:
+            each.cancel()
+
+    monkeypatch.setattr(RequestQueues, "preempt", and_all_leave)
+    async with identity(kv_blocks=30) as served, Scheduler(served.target, run_tokens=0) as scheduler:
+        texts = [scheduler.submit(asked([at, 2, 3], 300, output=SAMPLED, stop=())) for at in range(3)]
+        await asyncio.gather(*(each.all() for each in texts))
+        assert preempted and {each.end for each in texts} == {RequestEnd.CANCELLED}
+        await until(lambda: not len(served.server.state.handles))
+        assert len(await scheduler.submit(asked([1, 2, 3])).all()) == 24
+        await until(lambda: not len(served.server.state.handles))
 
 
 async def test_a_deadline_ends_a_text_where_it_is() -> None:
