@@ -20,6 +20,7 @@ from ferrum_rpc.client import (
     CacheMode,
     ContextLengthExceeded,
     ExecutorClient,
+    ExecutorError,
     FinishReason,
     GrammarKind,
     Greedy,
@@ -37,6 +38,7 @@ from ferrum_rpc.client.session.stream import SessionStream
 from ferrum_rpc.executor.v1.session_pb2 import SessionResponse
 from ferrum_rpc.scheduler import ExecutorGone, Observer, Request, RequestEnd, Scheduler, Stage, TextRequest, TokenStream
 from ferrum_rpc.scheduler.queues import RequestQueues
+from ferrum_rpc.scheduler.router import Router
 from ferrum_rpc.scheduler.scheduler import in_a_session
 from tests.support.inside import live_requests
 from tests.support.proxy import proxied
@@ -550,6 +552,27 @@ async def test_requests_fail_while_no_executor_is_there_and_are_served_once_one_
             tokens = await scheduler.submit(asked([1, 2, 3], 5, output=SAMPLED, stop=())).all()
             assert len(tokens) == 5
         await assert_nothing_is_left(second)
+
+
+async def test_tries_that_fail_at_once_are_made_ever_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where an executor refuses the scheduler's token: it answers, and every call fails."""
+    pauses, slept, sleep = list[float](), asyncio.Event(), asyncio.sleep
+
+    async def noted(seconds: float) -> None:
+        if seconds:
+            pauses.append(seconds)
+        await (sleep(0) if len(pauses) < 8 else slept.set() or asyncio.Event().wait())
+
+    async def refused(_: Router) -> None:
+        raise ExecutorError("not you")
+
+    async with identity(kv_blocks=512) as served, Members([served.target]) as members:
+        monkeypatch.setattr(Router, "serve", refused)
+        monkeypatch.setattr(asyncio, "sleep", noted)
+        async with Scheduler(members, close_timeout_s=0.01):
+            await slept.wait()
+        monkeypatch.undo()
+    assert pauses == sorted(pauses) and len({*pauses}) == 5 and pauses[4:] == [1.0] * 4
 
 
 async def test_it_reports_what_it_drives_once_it_is_ready() -> None:

@@ -27,6 +27,7 @@ from ferrum_rpc import errors
 from ferrum_rpc.client import ExecutorClient, Greedy, HiddenStates, PrefixIndex, Pressure, RowLogprobs, Sample
 from ferrum_rpc.scheduler import ExecutorGone
 from tests.support.grammars import DEMO, END, MODEL, PERSON
+from tests.support.inside import turns_of_scores
 from tests.support.process import serving
 from tests.support.scheduling import assert_nothing_is_left
 from tests.support.serving import Gate, Served, serve_model
@@ -356,15 +357,22 @@ async def test_without_an_executor_texts_fail_as_unavailable_and_the_worker_is_n
 
 
 async def test_a_drain_serves_what_was_begun_and_refuses_the_rest(served: Served) -> None:
+    """What waits for its turn has not begun."""
     async with working(served.target) as worker:
+        turns = turns_of_scores(worker.port.methods)
+        while not turns.locked():
+            await turns.acquire()
+        embed = pb.EmbedRequest(tokenized=pb.TokenizedInput(input_ids=PROMPT))
+        waiting = asyncio.ensure_future(worker.engine.Embed(embed))
         expected = ids(await alone(served, Greedy(), 120, stop=()))
         messages = aiter(worker.engine.Generate(request(**{**ENDLESS, "max_tokens": 120})))
         tokens = list((await anext(messages)).chunk.token_ids)
         draining = asyncio.create_task(worker.port.methods.drain())
         await until(lambda: worker.port.methods.draining, 10)
         assert await refusal(worker.generate(request())) == (CODE.UNAVAILABLE, "the worker is draining")
-        embed = pb.EmbedRequest(tokenized=pb.TokenizedInput(input_ids=PROMPT))
-        assert (await refusal(worker.engine.Embed(embed)))[0] is CODE.UNAVAILABLE
+        turns.release()
+        for each in (waiting, worker.engine.Embed(embed)):
+            assert await refusal(each) == (CODE.UNAVAILABLE, "the worker is draining")
         health = await worker.engine.HealthCheck(pb.HealthCheckRequest())
         assert (health.healthy, health.message) == (False, "the worker is draining")
         async for each in messages:
