@@ -57,7 +57,6 @@ class Move:
     there: Driver
     target: Sequence
     under_way: bool = False
-    task: asyncio.Task[None] | None = None
 
 
 class Router:
@@ -242,7 +241,6 @@ class Router:
                         await changed.wait()
             finally:
                 del self._drivers[driver]
-                await self._end_moves(driver)
                 for request in driver.queues.all:
                     self._give_back(driver, request)
                 self._notify()
@@ -377,7 +375,7 @@ class Router:
         assert request.sequence is not None  # noqa: S101 - one that moves has been fed
         move.here, move.under_way = here, True
         there.queues.coming.append(request)
-        move.task = self._tasks.create_task(self._move(request, request.sequence, move))
+        self._tasks.create_task(self._move(request, request.sequence, move))
 
     async def _move(self, request: Request, source: Sequence, move: Move) -> None:
         here, there, began, again, arrived = move.here, move.there, time.monotonic(), False, False
@@ -402,7 +400,7 @@ class Router:
         except (ExecutorError, SequenceMisuseError) as error:
             again = request in moving and there in self._drivers and self._is_made_again(request, move, error)
         finally:
-            move.under_way, move.task = False, None
+            move.under_way = False
             if not again:
                 del self._moves[request]
             there.queues.coming.remove(request)
@@ -411,14 +409,6 @@ class Router:
             if request.ending is not None and not source.released:  # nobody could release it while it moved
                 here.queues.leave(source)
             self._notify()
-
-    async def _end_moves(self, driver: Driver) -> None:
-        """End the moves from and to an executor. They leave their sequences to the drivers' queues."""
-        moves = [each.task for each in self._moves.values() if each.task and driver in {each.here, each.there}]
-        for task in moves:
-            task.cancel()
-        if moves:
-            await asyncio.wait(moves)
 
     def _give_up_move(self, request: Request) -> None:
         """Have what has arrived of a request released, unless its move is under way and ends by itself."""
