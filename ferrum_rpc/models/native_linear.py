@@ -454,7 +454,7 @@ class StoredFactory:
         return NativeLinear(self._space, made, bias)
 
     @staticmethod
-    def nbytes(n: int, k: int, form: IntegerFormat, *, bias: bool = False) -> int:
+    def nbytes(n: int, k: int, form: IntegerFormat, *, bias: bool = False, shared: bool = False) -> int:
         """Bytes that a matrix of this format holds."""
         of_groups = k // form.group * (1 if form.code is Code.MXFP4 else 2 if form.factored else 2 + form.zeroed)
         of_supers = k // SUPER_GROUP * 4 if form.factored else 0

@@ -12,15 +12,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ferrum_rpc.config import ModelSettings
+from ferrum_rpc.engine.assembly.choose import choose
 from ferrum_rpc.engine.assembly.loading import read_spec, stored_parts
+from ferrum_rpc.engine.assembly.size import LargestStep, make_plan
 from ferrum_rpc.errors import InvalidRequest, NotSupported
+from ferrum_rpc.models.native_linear import PairFactory
 from ferrum_rpc.models.parts.experts import Experts
 from ferrum_rpc.models.shard import WHOLE
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.weights.checkpoint import Checkpoint
 from tests.quantized.gguf_files import gguf_bytes, read_gguf
 from tests.quantized.test_samples import logits
-from tests.support.harness import error
+from tests.support.harness import error, made_or_skip
 
 gguf = pytest.importorskip("gguf")
 
@@ -142,7 +146,12 @@ def test_a_quantized_file_is_the_plain_one_with_its_numbers(tmp_path, name):
     expected = dict(plain.tensors(plain.entries, torch.float32))
     for own, numbers in quantized.tensors(quantized.entries, torch.float32):
         assert torch.equal(numbers, expected[own]), own
-    assert error(logits(tmp_path / "quantized", TOKENS), logits(tmp_path / "plain", TOKENS)) < 5e-3
+    expected = logits(tmp_path / "plain", TOKENS)
+    assert error(logits(tmp_path / "quantized", TOKENS), expected) < 5e-3
+    made_or_skip(PairFactory)
+    plan = make_plan(choose(ModelSettings(str(tmp_path / "quantized"), device="cpu")), LargestStep(64, 4), 1 << 30)
+    assert sum(each.nbytes for each in quantized.entries.values()) < plan.weights_bytes
+    assert error(logits(tmp_path / "quantized", TOKENS, dtype="auto"), expected) < 0.1, "as it is stored"
 
 
 def test_a_row_that_llama_cpps_own_programs_write_as_a_list_is_a_matrix(tmp_path):
