@@ -110,7 +110,7 @@ class ScoreCapacity:
 
 class EngineMethods:
     """What the protocol's methods do. ``model_name``: under which the router lists the model. ``draining``: set by
-    `drain`; no more texts are taken."""
+    `drain`; no more texts are taken. ``score_turns``: for what computes rows and keeps nothing."""
 
     def __init__(
         self, scheduler: Scheduler, members: Members, folder: ModelFolder, load: WorkLoad, *, model_name: str = ""
@@ -124,7 +124,7 @@ class EngineMethods:
         self._report = BlockReport()
         self._watcher = BlockWatcher(members, self._report)
         self._streams: dict[str, list[TokenStream]] = {}
-        self._scores = asyncio.Semaphore(SCORES_AT_ONCE)
+        self.score_turns = asyncio.Semaphore(SCORES_AT_ONCE)
         self._large = asyncio.Lock()
         self._score_capacity = ScoreCapacity(MAX_SCORES_BYTES)
         self._texts = Counter[str]()
@@ -307,7 +307,7 @@ class EngineMethods:
 
     async def _somewhere(self, run: Callable[[ExecutorClient], Awaitable[Found]]) -> Found:
         """Run something that keeps nothing at the executor that has least to do; at another one if that is lost."""
-        async with self._scores:
+        async with self.score_turns:
             for left in reversed(range(TRIES)):
                 self._refuse_when_draining()
                 await self._scheduler.ready()

@@ -27,7 +27,6 @@ from ferrum_rpc import errors
 from ferrum_rpc.client import ExecutorClient, Greedy, HiddenStates, PrefixIndex, Pressure, RowLogprobs, Sample
 from ferrum_rpc.scheduler import ExecutorGone
 from tests.support.grammars import DEMO, END, MODEL, PERSON
-from tests.support.inside import turns_of_scores
 from tests.support.process import serving
 from tests.support.scheduling import assert_nothing_is_left
 from tests.support.serving import Gate, Served, serve_model
@@ -359,7 +358,7 @@ async def test_without_an_executor_texts_fail_as_unavailable_and_the_worker_is_n
 async def test_a_drain_serves_what_was_begun_and_refuses_the_rest(served: Served) -> None:
     """What waits for its turn has not begun."""
     async with working(served.target) as worker:
-        turns = turns_of_scores(worker.port.methods)
+        turns = worker.port.methods.score_turns
         while not turns.locked():
             await turns.acquire()
         embed = pb.EmbedRequest(tokenized=pb.TokenizedInput(input_ids=PROMPT))

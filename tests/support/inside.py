@@ -165,8 +165,3 @@ def parking_jobs(state: ServerState) -> Any:
 def grammar_pool(runner: Any) -> Any:
     """The executor's processes of grammars."""
     return runner.constraints._pool
-
-
-def turns_of_scores(methods: Any) -> Any:
-    """What embeddings and scores of prompts wait for at a front."""
-    return methods._scores
