@@ -307,6 +307,7 @@ class EngineMethods:
 
     async def _somewhere(self, run: Callable[[ExecutorClient], Awaitable[Found]]) -> Found:
         """Run something that keeps nothing at the executor that has least to do; at another one if that is lost."""
+        self._refuse_when_draining()  # before it waits for its turn, and once more when it has it
         async with self.score_turns:
             for left in reversed(range(TRIES)):
                 self._refuse_when_draining()
